@@ -1,6 +1,7 @@
-# make train, quick, test, bench, bench-techniques, gpu, style, lock; the first creates .venv and installs requirements.lock
-# make gpu VENV=DIR, and every other target, uses an existing environment as it is, and installs nothing. DIR/bin must
-# contain python and accelerate; of an activated environment: make gpu VENV=$(python -c "import sys; print(sys.prefix)")
+# make train, quick, test, bench, bench-techniques, gpu, style, lock: the first call creates .venv and installs
+# requirements.lock. With VENV=DIR, every target uses the existing environment DIR, and installs nothing. DIR/bin must
+# contain python and accelerate. For the activated environment:
+#     make gpu VENV=$(python -c "import sys; print(sys.prefix)")
 PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
@@ -10,7 +11,7 @@ INSTALLED_BENCH := $(VENV)/installed-bench
 else ifneq ($(words $(wildcard $(BIN)/python $(BIN)/accelerate)),2)
 $(error $(BIN) does not contain both python and accelerate; set VENV to an environment that does, or leave it out)
 endif
-# make train CONFIG=multi_gpu takes that one of accelerate_configs/; without it, what this machine computes fastest.
+# make train CONFIG=multi_gpu uses accelerate_configs/multi_gpu.yaml; by default, the fastest config for this machine.
 CONFIG ?=
 RECIPE ?= lm
 ARGS ?=
@@ -28,19 +29,20 @@ test: $(INSTALLED)
 	$(BIN)/python -m common.parallel.extensions
 	$(BIN)/python -m pytest -q -n 3 --dist loadfile --no-loadscope-reorder --durations 25 $(TESTS)
 
-# The tests nearest to what has changed, or the core if nothing has, in under three minutes.
+# The tests closest to the changed files, or the core tests if nothing has changed, in less than three minutes.
 quick: $(INSTALLED)
 	$(BIN)/python tests/quick.py
 
 bench: $(INSTALLED_BENCH)
 	$(BIN)/python benchmarks/throughput.py --output_dir runs/benchmarks $(ARGS)
 
-# Each technique for memory or speed alone, then what pays together; half an hour on two cores. Stopped, it goes on.
+# Measures each technique for memory or speed alone, then the best combination, in half an hour on two cores. A second
+# call resumes a stopped one.
 bench-techniques: $(INSTALLED)
 	$(BIN)/python benchmarks/techniques.py --output_dir runs/benchmarks $(ARGS)
 
-# On a machine with a GPU: the tests that need it, then throughput, memory per process and saves; the results are written
-# to benchmarks/results/. Every part runs, also after one that failed; the parts that failed are named at the end.
+# On a machine with a GPU: runs the tests that need one, then measures throughput, memory per process and saves. Results
+# are written to benchmarks/results/. All parts run, even if one fails; the last line lists the failed parts.
 gpu: SHELL := bash
 gpu: .SHELLFLAGS := -o pipefail -c
 gpu: $(INSTALLED_BENCH)
@@ -66,8 +68,9 @@ style: $(INSTALLED)
 clean:
 	rm -rf .venv
 
-# requirements.lock pins every package that requirements.txt leads to, with the hashes of its files. torch and its CUDA
-# libraries are not in it: which files those are depends on the machine (CPU, CUDA, ROCm), so torch has a version only.
+# requirements.lock pins all packages that requirements.txt requires, directly or indirectly, with the hashes of their
+# files. For torch, requirements.txt pins only the version, because the files of torch and its CUDA libraries depend on
+# the machine (CPU, CUDA, ROCm).
 TORCH_PACKAGES := torch triton cuda-bindings cuda-pathfinder cuda-toolkit $(addprefix nvidia-,cublas cuda-cupti cuda-nvrtc \
   cuda-runtime cudnn-cu13 cufft cufile curand cusolver cusparse cusparselt-cu13 nccl-cu13 nvjitlink nvshmem-cu13 nvtx)
 lock:

@@ -1,12 +1,12 @@
-"""Measures a model trained whole, with an adapter, and with an adapter on a base in 4 bits: lm.py beside TRL.
+"""Measures full training, an adapter, and an adapter on a 4-bit base: lm.py compared with TRL.
 
     .venv/bin/python benchmarks/adapters.py                                   110 M parameters; 20 minutes on two cores
-    .venv/bin/python benchmarks/adapters.py --quick --output_dir runs/bench   seconds, with toy models: that it runs
+    .venv/bin/python benchmarks/adapters.py --quick --output_dir runs/bench   a smoke test with toy models, in seconds
 
-As in benchmarks/throughput.py, which says what is the same in both arms and how speed and memory are counted: fresh
-processes, ABBA, ratios within a round. The adapters are peft's in both, of the same rank, alpha and layers (all linear
-layers but the head). In bf16 TRL's frozen base is loaded in bf16, as its users would, and what it trains whole in
-float32. Blocks of 512 tokens, so that no padding is in the way.
+As in benchmarks/throughput.py, which lists what both arms have in common and how throughput and memory are measured,
+each run is a new process, the order is ABBA, and ratios are computed within a round. Both arms use peft's adapters with
+the same rank, alpha and layers (all linear layers except the head). In bf16, TRL loads the frozen base in bf16, as its
+users would, and trains a full model in float32. Blocks of 512 tokens avoid padding.
 """
 
 import argparse
@@ -69,8 +69,8 @@ def table(results):
 def page(results):
     """The page in Markdown."""
     paragraphs = [
-        "# Adapters and a base in 4 bits, beside TRL",
-        f"{results['parameters']:,} parameters, blocks of 512 tokens, {results['samples']} an update. "
+        "# Adapters and a 4-bit base, compared with TRL",
+        f"{results['parameters']:,} parameters, blocks of 512 tokens, {results['samples']} per update. "
         f"`{results['command']}`, {results['date']}, {results['machine']}, {results['threads']} threads.",
         "\n".join(table(results)),
         "Versions: " + ", ".join(f"{name} {number}" for name, number in results["versions"].items()) + ".",

@@ -1,20 +1,20 @@
-"""What holds memory when, in an update: the shipped recipe, each tensor's storage recorded, and drawn as areas.
+"""Records which tensors use memory in each phase of an update of a shipped recipe, and draws them as areas.
 
     .venv/bin/python benchmarks/anatomy.py                                         # the arms below, on the CPU
     .venv/bin/python benchmarks/anatomy.py --recipe classify --model_config small --sequence_length 128
 
-Each arm is a recipe, through `accelerate launch` with a shipped config, with real tensors. Recorded is its second
-update, of two micro-batches, so that the optimizer has its state from the beginning on, and the first micro-batch of an
-evaluation. What an operator returns is counted from then on until its storage is freed; buffers inside kernels are
-not. An adapter's base is a model of the same shape, which a run of one update has saved. Flags that this command does
-not know are the recipe's.
+Each arm is a recipe with real tensors, started by `accelerate launch` with a shipped config. It records the second
+update, of two micro-batches, so that the optimizer state already exists, and the first micro-batch of an evaluation.
+The output of an operator counts until its storage is freed; buffers inside kernels do not count. The base of an adapter
+is a model of the same shape, saved by a run of one update. Flags that this command does not know are passed to the
+recipe.
 
-    weights           parameters and buffers, and copies of them in another precision
-    gradients         what is accumulated for the step
-    optimizer state   made in the first step
-    activations       what a forward leaves to its backward
-    logits and loss   what has the vocabulary as a dimension in a forward: logits, and their part of the gradient
-    temporaries       what is gone when its forward, backward or step ends, what is recomputed, and samples
+    weights           parameters and buffers, and their copies in another precision
+    gradients         the gradients that are accumulated for the step
+    optimizer state   created in the first step
+    activations       tensors that a forward pass keeps for its backward pass
+    logits and loss   tensors of a forward pass with the vocabulary as a dimension: logits, and their gradient
+    temporaries       samples, recomputed tensors, and tensors that are freed in the phase that created them
 
 Writes results/anatomy-cpu.json, .md and .png.
 """
@@ -62,7 +62,7 @@ MIB = 2**20
 
 
 class RealTracer(AllocationTracer):
-    """Copies of weights in the type of products count as weights."""
+    """Tracer that counts copies of weights in the dtype of the matmuls as weights."""
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
         out = super().__torch_dispatch__(func, types, args, kwargs)
@@ -72,21 +72,21 @@ class RealTracer(AllocationTracer):
 
 
 class Recorder:
-    """Names the phases and the tensors of a run; `told` gets what it held up to the end of update RECORDED."""
+    """Names the phases and tensors of a run; after update RECORDED, writes the recording to `path` and ends the run."""
 
-    def __init__(self, told):
-        self.told, self.tracer, self.facts = told, RealTracer(), {"update": None}
+    def __init__(self, path):
+        self.path, self.tracer, self.facts = path, RealTracer(), {"update": None}
 
     def begin(self, phase):
         self.tracer.segment = f"{self.facts['update']} {phase}"
 
     def end(self):
         events = [tuple(event) for event in self.tracer.events if event.size]
-        Path(self.told).write_text(json.dumps(self.facts | series(events, self.tracer.parts)))
+        Path(self.path).write_text(json.dumps(self.facts | series(events, self.tracer.parts)))
         os._exit(0)
 
     def watch(self, run, model):
-        """From here on the tensors of the model, of its backward and its optimizer have their names."""
+        """Names the tensors of the model, of its backward passes and of its optimizer, from this call."""
         tracer = self.tracer
         shown = {"parameters": sum(map(number_of, model.parameters())), "unit": run.loader.dataset.samples.unit}
         self.facts.update(shown)
@@ -101,18 +101,18 @@ class Recorder:
         register_optimizer_step_post_hook(self.name_states)
         backward = run.accelerator.backward
 
-        def told_backward(loss, **kwargs):
+        def named_backward(loss, **kwargs):
             tracer.segment = tracer.segment.replace("forward", "backward")
             backward(loss, **kwargs)
 
-        run.accelerator.backward = told_backward
+        run.accelerator.backward = named_backward
 
     def name_states(self, optimizer, *_):
         for state in optimizer.state.values():
             self.tracer.name("optimizer state", *[one for one in state.values() if torch.is_tensor(one)])
 
     def micro_batches(self, run, batch, pairs):
-        """Those of `Run.micro_batches`, each in its phase."""
+        """Yields the pairs of `Run.micro_batches`, each in its phase."""
         is_evaluated = not run.model.training
         if self.facts["update"] is None:
             self.tracer.__enter__()
@@ -128,12 +128,12 @@ class Recorder:
         self.begin("clip")
 
 
-def measure(told, recipe):
-    """Inside `accelerate launch`: runs the recipe, and writes what it held."""
+def measure(path, recipe):
+    """Runs the recipe inside `accelerate launch`, and writes the recording to `path`."""
     from common.evaluation import Evaluations
     from common.run import Run
 
-    recorder = Recorder(told)
+    recorder = Recorder(path)
     prepare, micro_batches, end_update = Run.prepare, Run.micro_batches, Run.end_update
 
     def named_prepare(run, *args, **lines):
@@ -142,21 +142,21 @@ def measure(told, recipe):
         return model, optimizer
 
     def is_due(evaluations):
-        recorder.begin("between updates")  # the samples to evaluate are made
+        recorder.begin("between updates")  # the loader creates the held-out batches
         return bool(evaluations.run.held_out) and recorder.facts["update"] == RECORDED
 
-    def told_end_update(run, batch, **figures):
+    def end_recorded_update(run, batch, **figures):
         if recorder.facts["update"] == RECORDED:
             recorder.end()
         return end_update(run, batch, **figures)
 
-    Run.prepare, Run.end_update, Evaluations.is_due = named_prepare, told_end_update, is_due
+    Run.prepare, Run.end_update, Evaluations.is_due = named_prepare, end_recorded_update, is_due
     Run.micro_batches = lambda run, batch: recorder.micro_batches(run, batch, micro_batches(run, batch))
     runpy.run_path(recipe, run_name="__main__")
 
 
 def series(events, parts):
-    """Bytes of each area after each event of the recorded update, thinned out; and each phase's peak."""
+    """Returns the bytes of each area after some events of the recorded update, and the peak of each phase."""
     born, ended = {}, {}
     for segment, storage, size in events:
         (born if size > 0 else ended)[storage] = segment
@@ -189,9 +189,9 @@ def series(events, parts):
 
 
 def run_arm(name, recipe, flags, directory):
-    """What the arm's recorded update held."""
+    """Returns the recording of an arm's update."""
     config, own = ARMS[name]
-    told = directory / "told.json"
+    path = directory / "recording.json"
     launch = [sys.executable, "-m", "accelerate.commands.launch", "--config_file", f"accelerate_configs/{config}.yaml"]
     script = [f"recipes/{recipe}.py", *SHAPE, *flags]
     options = {"cwd": ROOT, "capture_output": True, "text": True}
@@ -204,12 +204,12 @@ def run_arm(name, recipe, flags, directory):
         at = script.index("--model_config")
         script[at : at + 2] = ["--model_name_or_path", str(base / "model")]
     script += [*own, "--output_dir", str(directory / name.replace(" ", "-"))]
-    done = subprocess.run([*launch, __file__, "--measure", str(told), *script], **options)
-    if not told.is_file():
+    done = subprocess.run([*launch, __file__, "--measure", str(path), *script], **options)
+    if not path.is_file():
         sys.exit(f"{name}: {(done.stdout + done.stderr)[-3000:]}")
-    found = json.loads(told.read_text())
-    told.unlink()
-    return {"name": name, "flags": " ".join([f"{config}.yaml", *own])} | found
+    recording = json.loads(path.read_text())
+    path.unlink()
+    return {"name": name, "flags": " ".join([f"{config}.yaml", *own])} | recording
 
 
 FORMULAS = {
@@ -222,12 +222,12 @@ FORMULAS = {
 
 
 def row(*cells):
-    """A line of a table."""
+    """Returns a line of a Markdown table."""
     return f"| {' | '.join(map(str, cells))} |"
 
 
 def areas_of(arms):
-    """The lines of the table of areas: each at its most, in bytes per parameter or per token of a micro-batch."""
+    """Returns the table of areas: the maximum of each, in bytes per parameter or per token of a micro-batch."""
     lines = [row("area, bytes", "by formula", *(arm["name"] for arm in arms)), "| --- | --- |" + " --: |" * len(arms)]
     unit = {"tokens": "per token", "images": "per image"}[arms[0]["unit"]]
     for area in AREAS:
@@ -239,7 +239,7 @@ def areas_of(arms):
 
 
 def summary(arms):
-    """The lines of the table of peaks: when, and what is held then."""
+    """Returns the table of peaks: the phase of each peak, and the size of each area at this time."""
     lines = [row("arm", "config and flags", "peak in", "MiB", "of plain", *AREAS), "| --- | --- | --- |" + " --: |" * 8]
     first = None
     for arm in arms:
@@ -252,7 +252,7 @@ def summary(arms):
 
 
 def page(results):
-    """The page in Markdown."""
+    """Returns the page as Markdown."""
     arms = results["arms"]
     first = arms[0]
     return "\n".join(
@@ -264,8 +264,8 @@ def page(results):
             f"`recipes/{results['recipe']}.py {results['flags']}`: {first['parameters']:,} parameters, micro-batches "
             f"of {first['tokens']:,} {first['unit']} (half micro-batches: of half as many), the second update.",
             "",
-            "The forward of the first micro-batch is f1, its backward b1. From left to right are allocations in their "
-            "order, and not time; the command's file says what each area is.",
+            "f1 is the forward pass of the first micro-batch, b1 its backward pass. The x-axis shows the order of the "
+            "allocations, not time. benchmarks/anatomy.py describes the areas.",
             "",
             "![What holds memory in each phase of an update](anatomy-cpu.png)",
             "",
@@ -278,7 +278,7 @@ def page(results):
 
 
 def draw(results, path):
-    """A stacked area of each arm over the phases of its update."""
+    """Draws the areas of each arm, stacked, over the phases of its update."""
     import matplotlib
 
     matplotlib.use("Agg")
@@ -318,9 +318,9 @@ def draw(results, path):
 
 def main():
     if "--measure" in sys.argv:
-        _, _, told, recipe, *rest = sys.argv
+        _, _, path, recipe, *rest = sys.argv
         sys.argv = [recipe, *rest]
-        measure(told, recipe)
+        measure(path, recipe)
         return
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--recipe", default="lm", choices=("lm", "classify", "seq2seq", "vision", "moe"))

@@ -1,20 +1,21 @@
-"""Measures what a save costs the training, beside Accelerate's save_state, torch's own asynchronous save, and nothing.
+"""Measures the overhead of a save, compared with Accelerate's save_state and torch's asynchronous save.
 
     accelerate launch --config_file accelerate_configs/cpu.yaml benchmarks/checkpoint.py
 
-A Llama of 14 M parameters (the recipe's `small`) with the state of AdamW: 165 MB. Each kind of save has processes
-of its own, in turn, every second round backwards: what a save leaves behind in its process meets no other kind. Such a
-process measures updates before any save, makes one save to warm up, and then in turn updates without a save and a save
-beside updates, until its checkpoint is flushed to the disk (after save_state, which flushes nothing, by a `sync` in a
-thread). Measured in each save:
+The model is a Llama of 14 M parameters (the recipe's `small`) with the state of AdamW: 165 MB. Each kind of save runs
+in its own processes, so that it cannot affect the others; every second round runs the kinds in reverse order. A process
+measures updates before any save, makes a save to warm up, and then alternates updates without a save and a save during
+updates, until its checkpoint is flushed to the disk. (save_state flushes nothing, so a thread runs `sync` after it.)
+For each save:
 
-    stall                  until the call returns, as a share of an update
-    updates meanwhile      how much longer they are than those just before, in the mean
-    in all, s              the stall, and all that these updates are longer
-    until complete, s      from the call
-    after saves            how much longer the updates between saves are than those before any save
+    stall                  time until the call returns, as a fraction of an update
+    updates meanwhile      mean slowdown of the updates during the save, compared with those just before
+    in all, s              the stall, plus the slowdown of all these updates
+    until complete, s      time from the call until the checkpoint is complete
+    after saves            slowdown of the updates between saves, compared with those before any save
 
-Updates: the median of those without a save. Figures: medians over the saves of all rounds, and 95 % intervals of them.
+An update's time is the median of the updates without a save. The page shows medians over the saves of all rounds, with
+95 % intervals.
 """
 
 import argparse

@@ -1,9 +1,9 @@
-"""The default learning rates: the recipes on short tasks, over a grid of rates.
+"""Compares learning rates on short runs of every recipe, to choose the default rates.
 
-    .venv/bin/python benchmarks/defaults.py                # goes on where it was stopped: runs lie in runs/defaults
+    .venv/bin/python benchmarks/defaults.py                # keeps finished runs, in runs/defaults
 
-Each run is the shipped recipe through `accelerate launch` on the CPU, float32, one thread, with shorter runs than the
-defaults'. Compared is the held-out loss. Writes results/defaults-cpu.json and .md.
+Each run is the shipped recipe, started by `accelerate launch` on the CPU in float32 with one thread; the runs are
+shorter than by default. Compares the held-out loss. Writes results/defaults-cpu.json and .md.
 """
 
 import argparse
@@ -197,27 +197,28 @@ def page(results):
         + ", ".join(f"{name} {version}" for name, version in results["versions"].items())
         + ".",
         "",
-        f"Again with `{results['command']}`. Each run is the shipped recipe through `accelerate launch`, on one thread "
-        "in float32, its other flags at their defaults but for those in the table. No run is longer than the recipe's "
-        "default, and most are far shorter. Bold is the lowest held-out loss of a model and task. A best rate falls as "
-        "runs grow longer (arXiv:2409.19913), so a default was lowered where lower rates ended clearly better, and not "
-        "raised where a higher rate led after a short run. One or two seeds: a few per cent say little.",
+        f"Command: `{results['command']}`. Each run is the shipped recipe, started by `accelerate launch`, on one "
+        "thread in float32; flags that are not in the table have their defaults. No run is longer than the recipe's "
+        "default, and most are far shorter. The lowest held-out loss of a model and task is bold. The best rate "
+        "decreases with the length of the run (arXiv:2409.19913). Therefore a default was lowered if lower rates were "
+        "clearly better, but not raised if a higher rate was better after a short run. With one or two seeds, "
+        "differences of a few per cent are not significant.",
         "",
-        "Reversal: 3 to 8 letters with spaces, backwards. Sorting: such letters in their order. Addition: two numbers "
-        "below 1,000. Of each 8,000 pairs, and 500 held out, of which 200 are written. All else is what the recipe "
-        "trains on without data. The pretrained model is the tiny one of reversal at 0.001. It is fine-tuned best at a "
-        "higher rate than large models are: the default is the higher of the two that T5's documentation in "
-        "transformers names for AdamW, 1e-4 and 3e-4.",
+        "Reversal: 3 to 8 letters with spaces, in reverse order. Sorting: such letters, sorted. Addition: two numbers "
+        "below 1,000. Each task has 8,000 pairs, and 500 held-out pairs, of which 200 are generated. Everything else "
+        "is the recipe's default data. The pretrained model is the tiny model of reversal, trained at 0.001. Its best "
+        "fine-tuning rate is higher than that of large models: the default is the higher of the two rates for AdamW "
+        "in T5's documentation in transformers, 1e-4 and 3e-4.",
         "",
-        "Docstrings, whose runs here are a half and a quarter of the default's, still lead at a high rate; what 0.001 "
-        "loses to it there shrinks as the run grows, and is less than what 0.005 spoils in the reversal.",
+        "On docstrings, whose runs here have a half and a quarter of the default length, a high rate is still better. "
+        "The disadvantage of 0.001 decreases with the length of the run, and is smaller than that of 0.005 in "
+        "reversal.",
         "",
-        "Not measured, and left as they were: the sizes and architectures that are not in the tables (of 100 M "
-        "parameters and more a run takes hours on this machine); pipeline.py, whose models are lm.py's; moe.py, whose "
-        "tokens meet as many parameters as lm.py's; dpo.py, whose rate for a pretrained model is its paper's "
-        "(arXiv:2305.18290); the rates for fine-tuning but for that of seq2seq.py; weight "
-        "decay, warm-up and schedule. After its few updates the ViT has hardly begun to learn: its rows decide "
-        "nothing.",
+        "Not measured, and unchanged: the sizes and architectures that are not in the tables (with 100 M parameters "
+        "or more, a run takes hours on this machine); pipeline.py, whose models are lm.py's; moe.py, whose tokens use "
+        "as many parameters as lm.py's; dpo.py, whose rate for a pretrained model is from its paper "
+        "(arXiv:2305.18290); the fine-tuning rates except that of seq2seq.py; weight decay, warm-up and schedule. The "
+        "ViT's runs are too short to compare rates.",
     ]
     for recipe in dict.fromkeys(case["recipe"] for case in results["cases"]):
         lines += ["", f"## recipes/{recipe}.py", ""]

@@ -1,24 +1,24 @@
-"""recipes/dpo.py beside TRL's DPOTrainer on the same pairs: the loss of every update, tokens per second and memory.
+"""Compares recipes/dpo.py with TRL's DPOTrainer on the same pairs: loss of every update, tokens per second and memory.
 
-    .venv/bin/python benchmarks/dpo.py                                             the results that are committed
-    .venv/bin/python benchmarks/dpo.py --quick --output_dir runs/benchmarks        seconds, with a toy model
+    .venv/bin/python benchmarks/dpo.py                                             the committed results
+    .venv/bin/python benchmarks/dpo.py --quick --output_dir runs/benchmarks        a smoke test with a toy model
 
-The same in all arms: the initial weights, the tokenizer, the pairs of every update, and of the peer their order; beta,
-AdamW (fused, same betas, constant learning rate, no weight decay), clipping at 1.0; float32; the number of threads;
-full activations kept, nothing compiled.
+All arms have the same initial weights, tokenizer, pairs of every update (in the peer also their order), beta, AdamW
+(fused, same betas, constant learning rate, no weight decay), clipping at 1.0, precision (float32) and number of
+threads. All activations are kept, and nothing is compiled.
 
     recipe       as shipped, with its default micro-batches
     trl          trl.DPOTrainer; its gradient checkpointing, on by default, is off here
-    precomputed  the same with precompute_ref_log_probs, which holds no second model either
+    precomputed  the same with precompute_ref_log_probs, which does not keep a second model either
 
-The pairs are functions of Python's standard library (see the recipe) that fit --sequence_length whole. The line's end
-behind a prompt begins the answer, so that a token ends with the prompt: TRL tokenises prompt and answer together, the
-recipe apart, as a model is used.
+The pairs are functions of Python's standard library (see the recipe) that fit --sequence_length. The line break after a
+prompt belongs to the answer, so that a token ends where the prompt ends: TRL tokenises prompt and answer together, the
+recipe separately, as a model is used.
 
-Each arm is a fresh process; a round is all arms, and every second round goes through them backwards. Tokens per second:
-of prompts with answers without padding, in the updates after the first one: a reference that is computed beforehand is
-not in it. Memory growth: the most that the process held less what it held before, as benchmarks/throughput.py
-measures it: the recipe before its loop, the peers before their trainer is made, so that a second model is in it.
+Each arm is a new process; a round runs all arms, and every second round runs them in reverse order. Tokens per second
+count prompts and answers without padding, in all updates except the first, so a precomputed reference does not count.
+Memory growth is measured as in benchmarks/throughput.py: the peak minus the memory before the recipe's loop or before
+the peer's trainer is created, so that a second model counts.
 """
 
 import argparse
@@ -172,11 +172,11 @@ def page(results: dict) -> str:
     losses = ", ".join(f"{loss:.4f}" for loss in results["runs"][0]["losses"])
     count = f"{len(results['tokens'])} updates of {BATCH} pairs, {sum(results['tokens']):,} tokens"
     lines = [
-        "# Preference tuning beside TRL",
-        f"{results['date']}. {results['machine']}; {results['threads']} threads. {software}. Again with "
+        "# Preference tuning compared with TRL",
+        f"{results['date']}. {results['machine']}; {results['threads']} threads. {software}. Command: "
         f"`{results['command']}`.",
         f"The model `{size}` of `recipes/dpo.py` from scratch, float32, {count}; medians of {results['rounds']} "
-        "rounds, the ratio within a round. `benchmarks/dpo.py` says what the arms are.",
+        "rounds, the ratio within a round. `benchmarks/dpo.py` describes the arms.",
         "\n".join(
             [
                 "| arm | tokens/s | of the recipe's | memory growth, MB | losses apart from the recipe's, at most |",
@@ -185,7 +185,7 @@ def page(results: dict) -> str:
             ]
         ),
         f"The recipe's losses: {losses}.",
-        "The machine's load average when each arm began, which a machine with nothing else to do has near 1: "
+        "Load average of the machine at the start of each arm, near 1 if no other program runs: "
         f"{', '.join(f'{load:.1f}' for load in results['loads'])}.",
     ]
     return "\n\n".join(lines) + "\n"

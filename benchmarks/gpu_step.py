@@ -1,10 +1,10 @@
-"""What a training step of a 1.24 B Llama costs on one GPU, and its parts: head and loss, attention, layers.
+"""Measures a training step of a 1.24 B Llama on one GPU, and its parts: head and loss, attention, layers.
 
     .venv/bin/python benchmarks/gpu_step.py                                   two minutes on an H100
-    .venv/bin/python benchmarks/gpu_step.py --quick --output_dir runs/bench   toy sizes, on any device: that it runs
+    .venv/bin/python benchmarks/gpu_step.py --quick --output_dir runs/bench   a smoke test with toy sizes, on any device
 
-Measured in milliseconds, each the mean of five after two to warm up:
-    matmul       an 8192 x 8192 product in bf16, on random numbers: what every share refers to
+Each value is in milliseconds, the mean of five repetitions after two to warm up:
+    matmul       an 8192 x 8192 product in bf16, of random numbers; the reference of every utilisation
     head         forward and backward of the output head and its loss: in chunks of 512 rows as without a compiler, with
                  the compiled softmax, and by Liger Kernel, if it is installed
     attention    forward and backward of a layer's attention, by cuDNN and by flash attention, and the seconds of the

@@ -1,12 +1,12 @@
-"""Peak memory and time of a forward and a backward against the length, as recipes/long_sequence.py makes them.
+"""Measures peak memory and time of a forward and backward pass at several lengths, as in recipes/long_sequence.py.
 
     .venv/bin/python benchmarks/long_sequence.py             # about ten minutes on one core
-    .venv/bin/python benchmarks/long_sequence.py --quick     # a smoke run, in seconds
+    .venv/bin/python benchmarks/long_sequence.py --quick     # a smoke test, in seconds
 
-One sequence of random tokens, float32, one thread. Each figure is a process of its own, forked after the imports, that
-makes the model, warms up on 256 tokens and then measures: the most resident memory less that before (the model and the
-data), and the time of its core, which other work on the machine changes little. What would take longer or more than the
-limits, judged by the length before, is recorded as skipped.
+The input is one sequence of random tokens, in float32, on one thread. Each value comes from its own process, forked
+after the imports, which builds the model, warms up on 256 tokens, and then measures peak resident memory minus the
+memory before (of model and data), and CPU time, which other programs hardly affect. A case that would exceed the limits
+of time or memory, extrapolated from the previous length, is recorded as skipped.
 Writes results/long-sequence-cpu.json and .png.
 """
 

@@ -1,8 +1,8 @@
-"""Runs a command under a limit of memory that kills, and tells whether it came through and what it took.
+"""Runs a command under an enforced memory limit, and reports whether it survived and how much memory it used.
 
-The limit is a cgroup's, below that of the caller, as containers and SLURM have it: of all processes together, caches of
-files excluded, for the kernel drops those first. Where no cgroup can be made, it is RLIMIT_DATA, as `ulimit -d` sets
-it: of each process alone, private memory that it may write, touched or not.
+The limit is a cgroup's, below the caller's own, as in containers and SLURM jobs. It applies to all processes together,
+without file caches, because the kernel drops those first. If no cgroup can be created, the limit is RLIMIT_DATA, as
+`ulimit -d` sets it. It applies to each process alone, and counts its private writable memory, resident or not.
 """
 
 import os

@@ -1,12 +1,12 @@
-"""Mixtures of experts beside the dense model of as many active parameters: quality on the same tokens, and speed.
+"""Compares mixtures of experts with a dense model of as many active parameters: quality and throughput.
 
     accelerate launch --config_file accelerate_configs/cpu.yaml recipes/moe.py --num_updates 100 --output_dir runs/moe
-    ... the same with --dense --output_dir runs/dense, and other ways to balance
+    ... the same with --dense --output_dir runs/dense, and with other values of --balance
     python benchmarks/moe.py runs/moe runs/dense
 
-The held-out figures are those of the runs. Speed is measured here, on the trained models in turn, in CPU time, so that
-what else the machine does hardly counts: one global batch of the run, forward and backward without the optimizer's
-step.
+The held-out metrics are those of the runs, which train on the same tokens. Throughput is measured here, alternating
+between the trained models, in CPU time, so that other programs hardly affect it. It includes the forward and backward
+pass of a global batch, without the optimizer step.
 """
 
 import argparse

@@ -1,7 +1,7 @@
 """The peers of benchmarks/throughput.py: Accelerate loops, transformers' Trainer and TRL's SFTTrainer.
 
-benchmarks/throughput.py starts this file through `accelerate launch`, as it does a recipe, and says there what is the
-same in all arms. Each peer writes results.json: seconds and loss of every update, and its memory growth.
+benchmarks/throughput.py starts this file by `accelerate launch`, like a recipe, and documents what all arms have in
+common. Each peer writes results.json: seconds and loss of every update, and its memory growth.
 """
 
 import argparse

@@ -1,13 +1,14 @@
-"""A pipeline: what each stage keeps, and what the processes send, beside the formula.
+"""Measures the memory of each pipeline stage and the communication volume, and compares the volume with the formula.
 
     .venv/bin/python benchmarks/pipeline.py                # some minutes on two cores; 1, 2 and 4 stages, float32
-    .venv/bin/python benchmarks/pipeline.py --quick        # a smoke run, whose figures say nothing
+    .venv/bin/python benchmarks/pipeline.py --quick        # a smoke test, whose values mean nothing
 
-The model `small` of recipes/pipeline.py, 16 blocks of 256 tokens an update, one a micro-batch. Memory: the most of the
-first process, which has the embedding and keeps most micro-batches at once, less that before training; malloc is told
-to give back at once what is freed, so that it counts what is in use. Sent: what the machine's loopback interface
-carried, all processes together, for an update; other programs should be still. Of two runs that differ in their
-updates, so that starting counts in neither. Writes results/pipeline-cpu.json and .md.
+The model is `small` of recipes/pipeline.py, with 16 blocks of 256 tokens per update, one per micro-batch. Memory is the
+peak of the first process, which has the embedding and keeps the most micro-batches, minus the memory before training.
+malloc returns freed memory at once, so that only memory in use counts. Communication volume is the traffic of the
+machine's loopback interface per update, over all processes, so no other program should use it. It is the difference
+between two runs with different numbers of updates, so that the start does not count. Writes
+results/pipeline-cpu.json and .md.
 """
 
 import argparse
@@ -64,9 +65,9 @@ def formula(stages, samples):
 def page(results):
     about = ", ".join(f"{name} {version}" for name, version in results["versions"].items())
     lines = [
-        "# What a stage of a pipeline keeps and sends",
+        "# Memory and communication volume of pipeline stages",
         "",
-        f"{results['date']}. {results['machine']}. {about}. Again with `{results['command']}`.",
+        f"{results['date']}. {results['machine']}. {about}. Command: `{results['command']}`.",
         "",
         f"A Llama of 6 layers and width {WIDTH} with a tied embedding (13.8 M parameters), float32, "
         f"{results['samples']} micro-batches of {LENGTH} tokens an update. MB are 10^6 bytes. Memory: growth of the "

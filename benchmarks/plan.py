@@ -1,17 +1,17 @@
-"""What a run is predicted to hold, beside what it does hold, for many models, configs and ways to save memory.
+"""Compares the predicted with the measured peak memory of runs, for many models, configs and memory-saving flags.
 
-    .venv/bin/python benchmarks/plan.py                       # all cases, on the CPU; those that are there are kept
-    .venv/bin/python benchmarks/plan.py --only fsdp2 moe      # those with one of these words in their names
+    .venv/bin/python benchmarks/plan.py                       # all cases, on the CPU; measured cases are kept
+    .venv/bin/python benchmarks/plan.py --only fsdp2 moe      # cases with one of these words in their names
 
-Each case is a recipe as shipped, through `accelerate launch` with a shipped config, for three updates. The prediction
-is that of its --dry_run. Measured are the bytes that torch's allocator gave out and got back, as torch.profiler reports
-them with their addresses, buffers inside kernels included: the peak of the second update, on the rank that held most.
-What a thread of gloo frees is not reported, and is counted until its address is given out again: a case of several
-processes is run twice, and of each rank the lower figure counts. Copies that gloo itself makes to send from are not
-counted.
+Each case is a shipped recipe, started by `accelerate launch` with a shipped config, for three updates. The prediction
+is that of its --dry_run. The measurement is the peak of the second update, on the rank with the highest peak: the bytes
+that torch's allocator allocated and freed, as torch.profiler reports them with their addresses. This includes buffers
+inside kernels. Memory that a thread of gloo frees is not reported, and counts until its address is allocated again.
+Therefore a case with several processes runs twice, and the lower value of each rank counts. Copies that gloo makes to
+send do not count.
 
-All samples of a case have one length, so that every micro-batch is the longest. Writes results/plan-cpu.json, .md and
-.png.
+All samples of a case have the same length, so that every micro-batch is the longest. Writes results/plan-cpu.json, .md
+and .png.
 """
 
 import argparse
@@ -249,7 +249,8 @@ def page(results):
         f"`python benchmarks/plan.py` on {results['machine']}, {results['date']}: {results['versions']}.",
         "",
         f"{len(cases)} cases: median error {statistics.median(errors):.1%}, largest {errors[-1]:.1%}. MiB of the "
-        "busiest process, in its second update; the command's file says what is measured, and how.",
+        "process with the highest peak, in its second update. The docstring of benchmarks/plan.py describes the "
+        "measurement.",
         "",
         "![Predicted against measured](plan-cpu.png)",
         "",

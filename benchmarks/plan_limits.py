@@ -1,16 +1,17 @@
-"""Does what --plan advises live under a limit of memory, and does more die? Pairs of a model and a limit that kills.
+"""Checks the advice of --plan under enforced memory limits: does the advised run survive, and does a larger one die?
 
-    .venv/bin/python benchmarks/plan_limits.py                       # all pairs; those that are there are kept
-    .venv/bin/python benchmarks/plan_limits.py --only medium         # those with one of these words in their names
+    .venv/bin/python benchmarks/plan_limits.py                       # all pairs; measured pairs are kept
+    .venv/bin/python benchmarks/plan_limits.py --only medium         # pairs with one of these words in their names
 
-For each pair, under its limit: `python recipes/X.py ... --plan`; the line that it advises, exactly, for a few updates
-to the end, with the checkpoint and the model written; the same with the double micro-batch. Where the plan says that
-nothing fits: the smallest run there is. All samples have one length, so that every micro-batch is of the longest.
+A pair is a model and a limit. Under the limit run: `python recipes/X.py ... --plan`; exactly the advised command, for a
+few updates, including checkpoint and model; and the same with twice the micro-batch. If the plan says that nothing
+fits, the smallest possible run is tried instead. All samples have the same length, so that every micro-batch is the
+longest.
 
-`memory_limit.py` says how memory is limited, and what is counted: a cgroup of all processes, the launcher among them;
-pairs with `rlimit` limit each process. Predicted to die: the plan tried the double and found that it does not fit.
-Used: the peak of the advised run, of the limit. Error: the predicted need over that peak, where one process trains.
-Writes results/plan-limits-cpu.json and .md.
+`memory_limit.py` describes the limits: a cgroup of all processes, including the launcher; pairs with `rlimit` limit
+each process. "Predicted to die" means that the plan tried twice the micro-batch, and found that it does not fit. "Used"
+is the peak of the advised run as a fraction of the limit. "Error" is the predicted memory divided by this peak, for
+runs with one process. Writes results/plan-limits-cpu.json and .md.
 """
 
 import argparse
@@ -158,15 +159,15 @@ def page(results):
     advised = [pair for pair in pairs if pair["advice"]]
     errors = [pair["need"] / pair["peak"] - 1 for pair in advised if pair["kind"] == "cgroup"]
     lines = [
-        "# What --plan advises, under limits that kill",
+        "# The advice of --plan under enforced memory limits",
         "",
         f"`python benchmarks/plan_limits.py` on {results['machine']}, {results['date']}: {results['versions']}.",
         "",
-        f"{len(pairs)} pairs; in {sum(map(holds, pairs))} the plan was right: what it advised trained, and the double "
-        f"died or was predicted to; or nothing fitted, and the smallest died. "
+        f"{len(pairs)} pairs; in {sum(map(holds, pairs))} the plan was right: the advised run survived, and twice the "
+        f"micro-batch died or was predicted to die; or nothing fitted, and the smallest run died. "
         f"{sum(pair['advised'] != 'trained' for pair in advised)} of {len(advised)} "
-        f"advised runs died. Errors of the predicted need, against the peak: {min(errors):+.0%} to {max(errors):+.0%}. "
-        "The command's file says how each column was measured.",
+        f"advised runs died. Predicted memory minus peak, as a fraction of the peak: {min(errors):+.0%} to "
+        f"{max(errors):+.0%}. The docstring of benchmarks/plan_limits.py describes the columns.",
         "",
         "| model | limit | advice | it | predicted | peak | used | the double | was predicted to |",
         "| --- | --: | --- | --- | --: | --: | --: | --- | --- |",

@@ -1,14 +1,14 @@
-"""How well is an update divided among the ranks, and how long does that take? Simulated, and measured on 4 processes.
+"""Measures how evenly an update is divided among the ranks, and how long the division takes.
 
     .venv/bin/python benchmarks/plan_of_a_batch.py                   the simulation: a minute
     .venv/bin/python benchmarks/plan_of_a_batch.py --processes 4     recipes/lm.py too: three minutes
 
-The simulation cuts one global batch for all ranks (`split_global_batch`), of lengths that are drawn. It prints, and
-writes to benchmarks/results/plan-of-a-batch.md, how far the busiest rank is above what is possible.
+The simulation splits a global batch of random lengths over all ranks (`split_global_batch`). It prints, and writes to
+benchmarks/results/plan-of-a-batch.md, by how much the work of the slowest rank exceeds the lower bound.
 
-In the run, each process counts the processor's time in its forwards and backwards between two reductions, without what
-it waits for others: processes that share a core then measure as if each had its own. `idle` is the share of an update
-that the ranks, on average, wait for the slowest: 1 - mean / most.
+In the run, each process measures the CPU time of its forward and backward passes between two reductions, without the
+time that it waits for others, so that processes on a shared core measure as if each had its own. `idle` is the fraction
+of an update that the ranks wait for the slowest, on average: 1 - mean / maximum.
 """
 
 import argparse
@@ -169,15 +169,15 @@ def page(report: dict) -> str:
     lines = [
         "# The plan of a batch",
         "",
-        f"{report['date']}. {report['machine']}. {packages}. Again with `{report['command']}`.",
+        f"{report['date']}. {report['machine']}. {packages}. Command: `{report['command']}`.",
         "",
-        "One update is cut into micro-batches for all its ranks. Above possible: the work of the busiest rank, "
-        "compared with the mean of the ranks without padding, or with the longest sample's work if that is more. "
-        "Padding: as a share of the tokens without it. Time: the processor's for one update, median of seven. "
-        "Attention: the row length at which attention costs as much as everything else; without a number, work is the "
-        "number of tokens. Budget: the most tokens of a micro-batch.",
+        "An update is split into micro-batches for all ranks. Load imbalance: the work of the slowest rank above its "
+        "lower bound, which is the mean work of the ranks without padding, or the work of the longest sample if that "
+        "is more. Padding: padding tokens divided by real tokens. Time: CPU time to split one update, median of "
+        "seven. Attention: the row length at which attention needs as much work as the rest; without a number, work "
+        "is the number of tokens. Budget: maximum tokens per micro-batch.",
         "",
-        "| lengths | samples | ranks | budget | attention | time | padding | busiest, above possible | micro-steps |",
+        "| lengths | samples | ranks | budget | attention | time | padding | load imbalance | micro-steps |",
         "| --- | ---: | ---: | ---: | ---: | ---: | ---: | ---: | ---: |",
     ]
     for row in report["simulated"]:
@@ -189,8 +189,8 @@ def page(report: dict) -> str:
         )
     lines += [
         "",
-        "On few ranks a micro-batch is a larger part of all samples, so their lengths differ more: there the plan "
-        "takes some padding, if more micro-steps would cost more than they save.",
+        "With few ranks, a micro-batch is a larger part of the update, so its lengths differ more. Some padding "
+        "remains if more micro-steps would cost more than they save.",
     ]
     if run := report.get("run"):
         lines += [
@@ -198,12 +198,12 @@ def page(report: dict) -> str:
             f"## `recipes/lm.py` on {run['processes']} processes",
             "",
             f"Functions of the standard library, model `{run['model']}`, `multi_cpu.yaml`, {run['updates']} updates "
-            f"(`{run['flags']}`). Counted is the processor's time of each process in forward and backward.",
+            f"(`{run['flags']}`). Values are CPU times of each process in forward and backward.",
             "",
             "| | of an update |",
             "| --- | ---: |",
             f"| ranks wait for the slowest | {run['idle']:.1%} |",
-            f"| predicted from the plan's own count of work | {run['idle_by_counted_work']:.1%} |",
+            f"| predicted from the counted work | {run['idle_by_counted_work']:.1%} |",
         ]
     return "\n".join(lines) + "\n"
 

@@ -1,17 +1,17 @@
-"""What the planner predicts for runs on GPUs whose peaks others have published; nothing in it was fitted to them.
+"""Compares the planner's predictions with published peaks of runs on GPUs, to which nothing in it was fitted.
 
     .venv/bin/python benchmarks/plan_published.py             # a few minutes on a CPU; no GPU and no weights
 
-The updates are those of the published run and not of a recipe: a plain loop over a transformers model of the published
-shape, with full logits where the run had them, its precision, its attention and its way to recompute. They are recorded
-and extended in depth as `--plan` does it, and sharded by the same formulas (`tools.plan.memory`). Two things that no
-recipe does are added here: weights, gradients and states in bf16 without float32 masters (and cross-entropy over logits
-in bf16, where the run's code has it so), and FSDP2 without reduction between micro-batches, which keeps the whole
-gradient in float32.
+The updates are those of the published run, not of a recipe: a plain loop over a transformers model of the published
+shape, with full logits if the run had them, and with its precision, attention and recomputation. They are traced and
+extrapolated in depth as in `--plan`, and sharded by the same formulas (`tools.plan.memory`). Two features that no
+recipe has are added here. One is weights, gradients and states in bf16 without float32 master weights (and
+cross-entropy over bf16 logits, if the run's code has it). The other is FSDP2 without reduction between micro-batches,
+which keeps the full gradient in float32.
 
-"allocated" is compared with the predicted peak, "reserved" with that times the plan's allowance for fragments, and a
-figure of nvidia-smi with that and the context of the GPU. The shapes of the models, the settings and the figures were
-read in the sources, which the page names. Writes results/plan-published.json and .md.
+"allocated" is compared with the predicted peak, "reserved" with the peak times the plan's fragmentation factor, and a
+value of nvidia-smi with this product plus the GPU's context. The page names the sources of model shapes, settings and
+values. Writes results/plan-published.json and .md.
 """
 
 import json
@@ -201,10 +201,10 @@ def predict(one):
 def page(results):
     """The page in Markdown."""
     lines = [
-        "# Predictions beside published peaks of GPUs",
+        "# Predicted memory compared with published peaks on GPUs",
         "",
-        f"`python benchmarks/plan_published.py`, {results['date']}. GiB; nothing was fitted to these figures. What is",
-        "compared with what, and which settings were added, the command's file says.",
+        f"`python benchmarks/plan_published.py`, {results['date']}. GiB; nothing was fitted to these values.",
+        "The docstring of benchmarks/plan_published.py describes the compared values and the added settings.",
         "",
         "| run | GPUs | samples x tokens | figure | published | predicted | error |",
         "| --- | --: | --: | --- | --: | --: | --: |",

@@ -1,11 +1,11 @@
-"""Held-out results of each recipe's default run, in float32 and in bf16, on a CPU, with several seeds.
+"""Compares the held-out results of each recipe's default run in float32 and in bf16, on a CPU, with several seeds.
 
     .venv/bin/python benchmarks/precision.py                      # all, about an hour on two cores
-    .venv/bin/python benchmarks/precision.py --recipes vision     # one; what was measured before is kept
+    .venv/bin/python benchmarks/precision.py --recipes vision     # one recipe; earlier measurements are kept
 
-Each run is the recipe as shipped, with its default flags and data, through `accelerate launch` with cpu.yaml or
-cpu_bf16.yaml; runs of one thread each go side by side. The two precisions of a seed begin with the same weights and
-see the same samples in the same order. Writes results/precision-cpu.json and .md.
+Each run is a shipped recipe with its default flags and data, started by `accelerate launch` with cpu.yaml or
+cpu_bf16.yaml; several runs with one thread each run at the same time. For each seed, both precisions begin with the
+same weights and see the same samples in the same order. Writes results/precision-cpu.json and .md.
 """
 
 import argparse
@@ -81,13 +81,13 @@ def table(runs):
 def page(results):
     about = ", ".join(f"{name} {version}" for name, version in results["versions"].items())
     lines = ["# Held-out results in float32 and in bf16", ""]
-    lines += [f"{results['date']}. {results['machine']}. {about}. Again with `{results['command']}`.", ""]
+    lines += [f"{results['date']}. {results['machine']}. {about}. Command: `{results['command']}`.", ""]
     about = (
-        "Held-out loss of the recipe with its own data and default flags, a mean over seeds; the difference of the two "
-        "precisions, mean and range, below zero where bf16 is better; and, to compare, the range of float32 between "
-        "seeds. The time is that of training without the last evaluation, a median; runs of one thread went side by "
-        "side, some of them beside other programs, so that it is rough. The last column: the figure that people look "
-        "at, in float32 and in bf16."
+        "Held-out loss with the recipe's own data and default flags, mean over seeds; the difference of the two "
+        "precisions, mean and range, below zero if bf16 is better; and for comparison the range of float32 between "
+        "seeds. Time: median training time without the last evaluation. It is rough, because runs with one thread "
+        "each ran at the same time, some of them next to other programs. Last column: the recipe's metric, in float32 "
+        "and in bf16."
     )
     lines.append(about)
     return "\n".join([*lines, "", *table(results["runs"]), ""])

@@ -1,14 +1,14 @@
-"""Processes that share a sequence, or each layer: what each keeps, and what they send, beside the formula.
+"""Measures memory and communication volume of sequence or tensor parallelism, and compares the volume with the formula.
 
     .venv/bin/python benchmarks/sequence.py                # some minutes on two cores; 1, 2 and 4 processes, float32
-    .venv/bin/python benchmarks/sequence.py --of layers    # the same where they share each layer
-    .venv/bin/python benchmarks/sequence.py --quick        # a smoke run, whose figures say nothing
+    .venv/bin/python benchmarks/sequence.py --of layers    # tensor parallelism instead
+    .venv/bin/python benchmarks/sequence.py --quick        # a smoke test, whose values mean nothing
 
-A Llama of 4 layers and width 256, as recipes/long_sequence.py trains it. Memory: the most of the first process in one
-update on 32,768 bytes (of layers: 4,096), less that before training; malloc is told to give back at once what is freed,
-so that it counts what is in use. Sent: what the machine's loopback interface carried, all processes together, for an
-update on 4,096 bytes; other programs should be still. Of two runs that differ in their updates, so that starting counts
-in neither.
+The model is a Llama of 4 layers and width 256, trained as in recipes/long_sequence.py. Memory is the peak of the first
+process in one update on 32,768 bytes of text (tensor parallelism: 4,096), minus the memory before training. malloc
+returns freed memory at once, so that only memory in use counts. Communication volume is the traffic of the machine's
+loopback interface for an update on 4,096 bytes, over all processes, so no other program should use it. It is the
+difference between two runs with different numbers of updates, so that the start does not count.
 Writes results/sequence-cpu.json and .md, or results/tensor-cpu.json and .md.
 """
 
@@ -71,9 +71,9 @@ def formula(of, processes, length, parameters):
 def page(results):
     about = ", ".join(f"{name} {version}" for name, version in results["versions"].items())
     lines = [
-        f"# What a process keeps and sends where processes share {results['of']}",
+        f"# Memory and communication volume of processes that share {results['of']}",
         "",
-        f"{results['date']}. {results['machine']}. {about}. Again with `{results['command']}`.",
+        f"{results['date']}. {results['machine']}. {about}. Command: `{results['command']}`.",
         "",
         f"A Llama of {LAYERS} layers and width {WIDTH}, float32. MB are 10^6 bytes. Memory: growth of a process in an "
         f"update on a sequence of {results['length']:,} bytes, gradients and optimizer state included. Sent: by all "

@@ -1,10 +1,11 @@
-"""What one process holds in each mode: bytes of weights and of optimizer state, measured.
+"""Measures the bytes of weights and optimizer state of one process in each mode.
 
-    .venv/bin/python benchmarks/sharding.py                 # one process a GPU, or two on a CPU; float32
+    .venv/bin/python benchmarks/sharding.py                 # one process per GPU, or two on a CPU; float32
     .venv/bin/python benchmarks/sharding.py --model_config medium --num_processes 8
 
-Each config runs the language-model recipe for two updates from the same weights, through `accelerate launch`. Counted
-are the tensors that the process keeps between updates, wherever they lie. Writes results/sharding-DEVICE.json and .md.
+Each config runs the language-model recipe for two updates from the same weights, started by `accelerate launch`. The
+bytes are those of the tensors that the process keeps between updates, on any device. Writes
+results/sharding-DEVICE.json and .md.
 """
 
 import argparse
@@ -53,8 +54,8 @@ def page(results):
         + ", ".join(f"{k} {v}" for k, v in results["versions"].items())
         + ".",
         "",
-        f"Again with `{results['command']}`. The model `{settings['model_config']}` in float32 with AdamW, two "
-        f"updates, {settings['num_processes']} processes. MB are 10^6 bytes, of the process that holds the most.",
+        f"Command: `{results['command']}`. The model `{settings['model_config']}` in float32 with AdamW, two "
+        f"updates, {settings['num_processes']} processes. MB are 10^6 bytes, of the process that stores the most.",
         "",
         "| config | weights, MB | optimizer, MB | both, of DDP's | first loss | second loss |",
         "| --- | ---: | ---: | ---: | ---: | ---: |",

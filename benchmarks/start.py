@@ -1,11 +1,11 @@
-"""What a start costs: imports, a dry run and a run of one update of each recipe; evaluation; tokenising.
+"""Measures the time of a start: imports, a dry run and a run of one update of each recipe; evaluation; tokenisation.
 
     .venv/bin/python benchmarks/start.py --parts imports dry_run update evaluation
-    .venv/bin/python benchmarks/start.py --parts dry_run --before ../older     # beside an older checkout
+    .venv/bin/python benchmarks/start.py --parts dry_run --before ../older     # compared with an older checkout
     .venv/bin/python benchmarks/start.py --parts tokenising --file 200_mb.jsonl
 
-Seconds of whole processes, from a warm cache: run it once before with --fresh. The arms take turns, and each call adds
-its runs to results/start-cpu.json, or with --fresh begins it anew; the medians are of all of them.
+Values are seconds of full processes with a warm cache: first run it once with --fresh. The arms alternate. Each call
+adds its runs to results/start-cpu.json, or with --fresh starts the file anew; medians are over all runs in the file.
 """
 
 import argparse

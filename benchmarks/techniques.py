@@ -1,38 +1,38 @@
-"""Measures each technique for memory or speed alone, and then what pays together.
+"""Measures each technique for memory or speed alone, and then the best combination.
 
     make bench-techniques                                           --preset bert-small; on a GPU --preset bert-large
-    make bench-techniques ARGS="--recipe lm --model small"          the language model's recipe; or classify
-    make bench-techniques ARGS="--quick --arms plain bf16"          seconds, with a toy model: shows that it runs
+    make bench-techniques ARGS="--recipe lm --model small"          the recipe of language models; or classify
+    make bench-techniques ARGS="--quick --arms plain bf16"          a smoke test with a toy model, in seconds
 
-Every arm is a fresh process, started by `accelerate launch` with the config of one GPU, or else of a CPU; a round is
-all arms, and every second one goes through them backwards. The samples of every update, their order and the initial
-weights are the same in all arms, and so is the number of threads. Stopped, the same command goes on; finished, it draws
-the page again; --overwrite measures the arms that are named once more.
+Each arm is a new process, started by `accelerate launch` with the config for one GPU, or for a CPU without one. A round
+runs all arms, and every second round runs them in reverse order. All arms have the same initial weights, samples of
+every update in the same order, and number of threads. If the command was stopped, the same command resumes it; if it
+was finished, it draws the page again; --overwrite repeats the arms that it names.
 
-What each technique is compared with. The recipes have sorted batches, the chunked loss, fused AdamW and accumulation
-always on, so a recipe without one of them does not exist. Hence one plain loop, benchmarks/techniques_loop.py, which
-has none: what a tutorial has, the whole batch of an update at once, padded to its longest sample, PyTorch's AdamW as it
-is made without an option, all logits, every activation. An arm is this loop and one technique more, by the function
-that the recipes call for it. There are three exceptions. Sorting changes nothing where all samples of an update are
-computed at once, so that arm accumulates too: compare it with `accumulation 4`. ZeRO-offload is the recipe, with the
-whole batch at once, under accelerate_configs/zero3_offload_cpu.yaml; and adapters are the recipe's, as is their base in
-4 bits: compare these with `the recipe`.
+Baseline: sorted batches, the chunked loss, fused AdamW and accumulation are always on in the recipes, so no recipe can
+be measured without them. Therefore the baseline is a plain loop, benchmarks/techniques_loop.py, without any of them: as
+in a tutorial, it computes the full batch of an update at once, padded to its longest sample, with PyTorch's default
+AdamW, all logits and all activations. An arm is this loop with one technique, by the function that the recipes call.
+There are three exceptions. Sorting has no effect if all samples of an update are computed at once, so that arm also
+accumulates: compare it with `accumulation 4`. ZeRO-offload is the recipe, with the full batch at once, under
+accelerate_configs/zero3_offload_cpu.yaml. Adapters, also on a 4-bit base, are the recipe's: compare these with
+`the recipe`.
 
-What pays together is found by a rule, not by hand. A step's gain is (its speed / the speed before) / (its memory / the
-memory before). Begin with the recipe as shipped. Take the techniques in the order of their gain alone, over the plain
-loop; add each to what is kept, in place of another of its kind (precision, checkpointing, optimizer, micro-batch,
-compile, workers), measure that, and keep it if the gain is above 1.05. Speed and memory count the same in it. What is
-left is measured again, beside the plain loop, in rounds of their own: a choice by measurements would flatter itself.
+Combination: a rule selects the techniques. The gain of a step is (its speed / the speed before) / (its memory / the
+memory before), so speed and memory count equally. Start with the recipe as shipped. In the order of their gain alone
+over the plain loop, add each technique to the current ones, replacing another of its kind (precision, checkpointing,
+optimizer, micro-batch, compile, workers); measure, and keep it if the gain is above 1.05. The result is measured again,
+next to the plain loop, in separate rounds, because a selection by measurements would be biased.
 
-Samples and tokens per second (without padding): of the updates behind the warm-up. Memory: on a CPU by how much the
-process grew from when the model was loaded to its largest (resident memory; malloc as the environment sets it, which
-the page says); on a GPU the most that torch had allocated, and reserved. Under DeepSpeed, which makes masters and state
-before the loop, growth on a CPU is without them. Predicted: what the recipe foretold of itself. State of the optimizer,
-bytes a parameter: counted in the loop; under an adapter, for the parameters that it saves. Share of the matrix rate:
-the operations that the real tokens need, a second (6 for each weight of a linear layer and token; 12 x layers x width x
-length for attention, halved in a decoder; under an adapter what the recipe counts, which leaves out the gradients of
-frozen weights), over the best rate of torch.mm on this machine in the arm's precision. The loss is that of the last
-update, in training mode: where a model has dropout, as BERT has, arms that draw other random numbers differ in it.
+Samples and tokens per second (without padding) are those of the updates after the warm-up. Memory on a CPU is the peak
+minus the memory when the model was loaded (resident memory; malloc as the environment configures it, see the page); on
+a GPU, the peak that torch allocated, and reserved. DeepSpeed creates master weights and state before the loop, so on a
+CPU they do not count. "Predicted" is the recipe's own prediction. Optimizer state in bytes per parameter is counted in
+the loop; with an adapter, for the parameters that it saves. Utilisation is FLOPs per second of the real tokens (6 per
+weight of a linear layer and token; 12 x layers x width x length for attention, halved in a decoder; with an adapter as
+the recipe counts them, without the gradients of frozen weights), divided by the best throughput of torch.mm on this
+machine in the arm's precision. The loss is that of the last update, in training mode: with dropout, as in BERT, it
+differs between arms that draw different random numbers.
 """
 
 import json

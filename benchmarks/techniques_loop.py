@@ -1,10 +1,10 @@
-"""The plain padded loop of benchmarks/techniques.py, and the same loop with one technique of the project in it.
+"""The plain padded loop of benchmarks/techniques.py, and the same loop with one technique of the project.
 
-benchmarks/techniques.py starts this file through `accelerate launch`, as it does a recipe. Without flags of a technique
-it is what a tutorial has: batches padded to their longest sample, PyTorch's AdamW, all logits, every activation kept.
-The techniques are the functions that the recipes call. Only one thing is better than in a tutorial, and costs nothing:
-a micro-batch counts by its targets, so that all arms make the same update and their losses can be compared. Writes
-results.json.
+benchmarks/techniques.py starts this file by `accelerate launch`, like a recipe. Without the flag of a technique, it is
+the loop of a tutorial: batches padded to their longest sample, PyTorch's AdamW, all logits, and all activations kept.
+The techniques are the functions that the recipes call. Only one thing differs from a tutorial, without overhead: a
+micro-batch is weighted by its targets, so that all arms compute the same update and their losses can be compared.
+Writes results.json.
 """
 
 import argparse

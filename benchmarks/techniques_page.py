@@ -1,4 +1,4 @@
-"""The page and the picture that benchmarks/techniques.py makes of its measurements."""
+"""Writes the page and the picture of the measurements of benchmarks/techniques.py."""
 
 import statistics
 
@@ -174,9 +174,9 @@ def page(results, picture):
         "",
         *[f"- {command.replace(': ', ': `', 1)}`" for command in results["commands"]],
         "",
-        f"{describe(results)} What each arm is compared with, how memory is counted and how it was found what pays "
-        "together: the first lines of `benchmarks/techniques.py`. Every run's own figures: the JSON file beside "
-        "this page. A figure is the median over the rounds (least to most); ratios are taken within a round.",
+        f"{describe(results)} The docstring of `benchmarks/techniques.py` describes the baseline of each arm, how "
+        "memory is measured, and how techniques are combined. The JSON file next to this page has the values of "
+        "every run. A value is the median over the rounds (minimum to maximum); ratios are computed within a round.",
         "",
         f"![memory and speed of each arm, one point an arm]({picture})",
         "",

@@ -1,44 +1,44 @@
-"""Measures speed and memory of the recipes beside other ways to train the same models on the same samples.
+"""Compares throughput and memory of the recipes with other ways to train the same models on the same samples.
 
     make bench                                   the language model in the precision of the config
     make bench ARGS="--data functions blocks classify seq2seq vision --precisions float32 bf16 --rounds 6"     all rows
-    .venv/bin/python benchmarks/throughput.py --sizes medium --arms recipe plain --merge     adds to what was measured
+    .venv/bin/python benchmarks/throughput.py --sizes medium --arms recipe plain --merge     adds to earlier results
     .venv/bin/python benchmarks/throughput.py --rounds 0 --merge                             draws the page again
     .venv/bin/python benchmarks/throughput.py --quick --arms recipe plain --output_dir runs/bench      seconds
 
-The same in all arms: the initial weights and the tokenizer; the samples of every update and their order, drawn by the
-recipe's own rule and written out for the peers (but for two arms, see below); what is predicted; AdamW (fused, same
-betas, constant learning rate, weight decay, clipping at 1.0); `accelerate launch` with the same config file and
-`--mixed_precision`; the number of threads; full activations kept, nothing compiled.
+All arms have in common: the initial weights and the tokenizer; the targets; the samples of every update and their
+order, drawn by the recipe's own rule and written to a file for the peers (with two exceptions, see below); AdamW
+(fused, same betas, constant learning rate, weight decay, clipping at 1.0); `accelerate launch` with the same config
+file and `--mixed_precision`; the number of threads. All activations are kept, and nothing is compiled.
 
-What each arm does in its own way:
-    recipe   the recipe as shipped, with its default micro-batches: sorts the samples of an update by length, cuts them
-             by a budget of tokens, divides the loss by the number of targets of the whole update
+Differences between the arms:
+    recipe   the recipe as shipped, with its default micro-batches: sorts the samples of an update by length, splits
+             them by a token budget, divides the loss by the number of targets of the full update
     plain    the padded Accelerate loop of the tutorials: micro-batches of a fixed number of samples, mean of their mean
              losses, weight decay on every parameter
-    tuned    what one would write by hand to be faster: the samples of an update sorted by length, micro-batches of at
-             most --tuned_tokens tokens with their padding, exact weights; the model's own loss
-    trainer  transformers.Trainer (Seq2SeqTrainer): the same micro-batches; on a GPU Liger kernels, where installed
-    grouped  the Trainer with group_by_length, which chooses by length which samples make an update: other updates, of
-             other numbers of tokens; so its speed is that of the whole run, over the same samples
+    tuned    a faster hand-written loop: the samples of an update sorted by length, micro-batches of at most
+             --tuned_tokens tokens with padding, exact weights; the model's own loss
+    trainer  transformers.Trainer (Seq2SeqTrainer): the same micro-batches; on a GPU Liger kernels, if installed
+    grouped  the Trainer with group_by_length, which selects the samples of an update by length. Its updates have
+             different samples and numbers of tokens, so its throughput is that of the full run, over the same samples
     sft      trl.SFTTrainer, like trainer, without packing; its gradient checkpointing, on by default, is off here; it
-             also computes entropy and accuracy of the tokens, as it always does
-    packed   the same with packing ("wrapped"; "bfd" wants FlashAttention, which a CPU has not): the samples are joined
-             and cut into blocks of 512. Another function of the data: a sample may be cut in two, and what stands
-             before it in the block is seen by it. Its speed, too, is that of the whole run
+             also computes entropy and accuracy of the tokens, as always
+    packed   the same with packing ("wrapped"; "bfd" requires FlashAttention, which does not run on a CPU): the samples
+             are concatenated and split into blocks of 512. So a sample may be split, and attends to earlier samples in
+             its block. Its throughput is that of the full run too
 
-The data are Python's standard library: its functions, each at its own length; its files joined and cut into blocks of
-512 (both for recipes/lm.py); the package that a function comes from (classify); the docstring that belongs to it
-(seq2seq); and scikit-learn's digits (vision), with a ViT. Models: --sizes, by the recipes' names.
+The data is Python's standard library: its functions, each with its own length; its files, concatenated and split into
+blocks of 512 (both for recipes/lm.py); functions labelled with their package (classify); functions with their
+docstrings (seq2seq); and scikit-learn's digits (vision), with a ViT. Models: --sizes, by the recipes' names.
 
-Each arm is a fresh process; a round is all arms, and every second round goes through them backwards (ABBA), so that a
-machine that slows down slows all arms. Ratios are taken within a round. Nothing is downloaded; caches and outputs lie
-in a temporary directory (--work_dir keeps models and data for the next call).
+Each arm is a new process; a round runs all arms, and every second round runs them in reverse order (ABBA), so that a
+machine that slows down slows all arms. Ratios are computed within a round. Nothing is downloaded; caches and outputs
+are in a temporary directory (--work_dir keeps models and data for the next call).
 
 Tokens per second: tokens of an update without padding (images, for vision) / wall time, the median of the updates
-after the warm-up, because layers may be compiled for a new shape in one of them; of whole runs, the mean.
-Memory growth: the most that the process held (resident memory; on a GPU, allocated memory) less what it held when the
-model was loaded and the loop began; in every arm by the same two functions.
+after the warm-up, because layers may be compiled for a new shape in one of them; for full runs, the mean.
+Memory growth: the peak of the process (resident memory; on a GPU, allocated memory) minus its memory when the model
+was loaded and the loop began, measured by the same two functions in every arm.
 """
 
 import argparse

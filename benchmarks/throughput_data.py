@@ -1,4 +1,4 @@
-"""What benchmarks/throughput.py trains on: each recipe's own model and samples, written out once for all arms."""
+"""Writes the models and samples of benchmarks/throughput.py once for all arms, as each recipe selects them."""
 
 import hashlib
 import json

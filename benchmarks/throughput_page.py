@@ -1,4 +1,4 @@
-"""The page and the picture that benchmarks/throughput.py writes from its measurements."""
+"""Writes the page and the picture of the measurements of benchmarks/throughput.py."""
 
 import statistics
 from pathlib import Path
@@ -121,13 +121,13 @@ def write_page(results, path, picture):
         "",
         *[f"- {command.replace(': ', ': `', 1)}`" for command in results["commands"]],
         "",
-        "What is the same in all arms, what each does in its own way, and how tokens and memory are counted: the first "
-        "lines of `benchmarks/throughput.py`. Every figure of every run: the JSON file beside this page.",
+        "The docstring of `benchmarks/throughput.py` describes what all arms have in common, how they differ, and how "
+        "tokens and memory are counted. The JSON file next to this page has all values of every run.",
         "",
-        "A figure is the median over the rounds (least to most); of six rounds that range holds the true median in 97 "
-        'of 100 cases. "recipe / arm" is the ratio within a round: above 1 in speed and below 1 in memory, the recipe '
-        "is better. All arms of a row compute in the same precision. The updates of the warm-up are not counted, but "
-        "with group_by_length and packing: compared with them, the ratio is of whole runs, the recipe's too.",
+        "A value is the median over the rounds (minimum to maximum); with six rounds, this range contains the true "
+        'median in 97 of 100 cases. "recipe / arm" is the ratio within a round: the recipe is better if it is above 1 '
+        "in speed and below 1 in memory. All arms of a row compute in the same precision. The updates of the warm-up "
+        "do not count, except with group_by_length and packing, for which the ratio is that of full runs.",
         "",
         f"![tokens per second and memory growth of each arm]({picture.name})" if picture else "(no picture)",
         "",
@@ -145,13 +145,13 @@ def write_page(results, path, picture):
         "## The losses",
         "",
         "All arms start from the same weights. Recipe, tuned loop, Trainer and SFTTrainer see the same samples in "
-        "every update and divide the sum of its losses by its number of targets: where a model has no dropout (the "
-        "language model) only rounding differs. The plain loop takes the mean of its micro-batches' means, as most "
-        "loops do: where lengths vary that is another number, and another gradient; it also decays the weights of the "
-        "norms, as does the tuned one. In classification and sequence to sequence the Trainer logs the sum of its "
-        "micro-batches' means (four and two of them an update), not their mean. With group_by_length the updates are "
-        "of other samples, and with packing of other documents: joined, cut at 512 tokens, and each position sees what "
-        "stands before it in its block.",
+        "every update, and divide the sum of its losses by its number of targets. So without dropout (language "
+        "models), they differ only by rounding. The plain loop averages the means of its micro-batches, as most loops "
+        "do. If lengths vary, this gives a different loss and gradient. Plain and tuned loop also decay the weights "
+        "of norms. In classification and sequence to sequence, the Trainer logs the sum of the means of its "
+        "micro-batches (four and two per update), not their mean. With group_by_length, the updates have different "
+        "samples. With packing, they have concatenated documents, truncated at 512 tokens, and each position attends "
+        "to everything before it in its block.",
     ]
     path.write_text("\n".join(lines) + "\n")
 

@@ -1,20 +1,21 @@
-"""Where the time of an update goes, by part, and how near it comes to what the machine's matrix products allow.
+"""Measures the time of an update by part, and its utilisation of the machine's matmul throughput.
 
     .venv/bin/python benchmarks/where_time_goes.py --label before      # three recipes in float32 and bf16, on the CPU
     .venv/bin/python benchmarks/where_time_goes.py --label after       # later: the picture shows both
-    ... --recipes lm --precisions bf16 --work_dir /tmp/data            # one of them (others of the label are kept)
+    ... --recipes lm --precisions bf16 --work_dir /tmp/data            # one case (others of the label are kept)
 
-Each recipe runs as shipped, through `accelerate launch` with the machine's config, on the data and the model of
+Each recipe runs as shipped, started by `accelerate launch` with the machine's config, with data and model of
 benchmarks/throughput.py: a Llama of 13.8 M parameters on the functions of Python's standard library, a T5 of 28 M on
 functions and their docstrings, a ViT of 1.2 M on scikit-learn's digits. After the warm-up some updates are timed, and
-further ones recorded by torch.profiler; what a part took is its share of the recorded time, of the time of the timed
-ones. The parts are told apart by the names of operators (`part_of`); what no operator spent is Python and torch's own
-book-keeping (the profiler adds to it). On a GPU: the time of kernels, and the rest is the time without one.
+later ones are recorded by torch.profiler. The time of a part is its fraction of the recorded time, multiplied by the
+time of the timed updates. Names of operators identify the parts (`part_of`); the remaining time is Python and torch's
+own overhead, to which the profiler adds. On a GPU the times are those of kernels, and the rest is the time without a
+kernel.
 
-The matrix rate is the best of torch.mm on square matrices of 1024, 1536 and 2048, measured right after the run. An
-update of the language model needs 6 * parameters * tokens + attention, without padding: 12 * layers * width * length
-for a token of a sample, halved as no token attends to later ones (Kaplan et al., arXiv:2001.08361, with the backward).
-Writes results/where-time-goes-DEVICE.json and .png.
+The matmul throughput is the best of torch.mm on square matrices of 1024, 1536 and 2048, measured right after the run.
+The FLOPs of an update of the language model are 6 * parameters * tokens without padding, plus attention: 12 * layers *
+width * length per token of a sample, halved because no token attends to later tokens (Kaplan et al., arXiv:2001.08361,
+with the backward). Writes results/where-time-goes-DEVICE.json and .png.
 """
 
 import argparse
