@@ -22,11 +22,7 @@ from common.data.cache import hash_files
 
 
 class TokenWriter(ExitStack):
-    """Appends rows to a new store in an existing directory.
-
-    Args:
-        columns: initial values of each column, written before those of the first row.
-    """
+    """Appends rows to a new store in an existing directory."""
 
     def __init__(self, directory: Path, is_stream: bool = False, **columns: list[int]) -> None:
         super().__init__()

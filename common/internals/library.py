@@ -11,9 +11,6 @@ from common.versions import TESTED
 def private(owner: Any, name: str) -> Any:
     """Returns `owner.name`.
 
-    Args:
-        owner: a module, the full name of a module, or a class.
-
     Raises UserError: the installed version of the library does not have the name.
     """
     try:

@@ -66,27 +66,13 @@ def storage_key(tensor: torch.Tensor) -> int:
 
 
 def multiply_in_place(tensors: list[torch.Tensor], factor: torch.Tensor) -> None:
-    """Multiplies all tensors by the same factor, in a few kernels.
-
-    Needs `torch._foreach_mul_`; without it, falls back to one kernel per tensor, with the same result.
-    """
-    if hasattr(torch, "_foreach_mul_"):
-        torch._foreach_mul_(tensors, factor)
-    else:
-        for tensor in tensors:
-            tensor.mul_(factor)
+    """Multiplies all tensors by a factor, in a few kernels. Needs `torch._foreach_mul_`; else raises UserError."""
+    private(torch, "_foreach_mul_")(tensors, factor)
 
 
 def divide_in_place(tensors: list[torch.Tensor], divisor: int) -> None:
-    """Divides all tensors by the same number, in a few kernels.
-
-    Needs `torch._foreach_div_`; without it, falls back to one kernel per tensor, with the same result.
-    """
-    if hasattr(torch, "_foreach_div_"):
-        torch._foreach_div_(tensors, divisor)
-    else:
-        for tensor in tensors:
-            tensor.div_(divisor)
+    """Divides all tensors by a number, in a few kernels. Needs `torch._foreach_div_`; else raises UserError."""
+    private(torch, "_foreach_div_")(tensors, divisor)
 
 
 def shard_offset(tensor: Any) -> tuple[int, ...]:

@@ -46,10 +46,7 @@ def save_pretrained(pretrained: Iterable[Any], directory: str | Path) -> None:
 def write_model(
     accelerator: Accelerator, model: nn.Module, directory: Path, dtype: str | None, *pretrained: Any
 ) -> PreTrainedModel | None:
-    """Writes a directory that `from_pretrained` loads, completely or not at all; see `Run.write_model`.
-
-    dtype: dtype of the written weights; None: unchanged. pretrained: tokenizers or processors to save with the model.
-    """
+    """Writes a directory that `from_pretrained` loads, completely or not at all; see `Run.write_model`."""
     weights, bare = whole_weights(accelerator, model), without_wrapper(model)
     if not accelerator.is_main_process:
         return None

@@ -108,11 +108,7 @@ def file_precision(config: str | dict[str, Any]) -> str | None:
 
 
 def check_zero(where: str, zero: Any, left: list[str], optimizer: str) -> Iterator[str]:
-    """Yields one line per problem with the section zero_optimization, or with the optimizer under ZeRO.
-
-    Args:
-        left: names of the settings that were "auto" and now have DeepSpeed's defaults.
-    """
+    """Yields one line per problem with the section zero_optimization, or with the optimizer under ZeRO."""
     if not isinstance(zero, dict) or not zero:
         yield f"{where}: it has no section zero_optimization; write one, as in ds_configs/"
         return

@@ -94,12 +94,7 @@ def _is_given(value: Any) -> bool:
 
 
 def _contradictions(given: dict[str, Any], prefix: str, runs: dict[str, tuple[str, Any]]) -> Iterator[str]:
-    """Yields one line per setting of the file that differs from the effective value, or has no flag.
-
-    Args:
-        given: settings of the file.
-        runs: for each setting, the flag that determines its effective value, and this value.
-    """
+    """Yields one line per setting of the file that differs from the effective value, or has no flag."""
     for name, value in given.items():
         if not _is_given(value):
             continue

@@ -43,10 +43,7 @@ class Metrics:
     """The modules of --metric. Only the main process loads and computes them; all ranks call each method together."""
 
     def __init__(self, args: argparse.Namespace, kind: type, num_labels: int):
-        """Finds and loads the modules.
-
-        kind: int if the recipe predicts labels, float if it predicts numbers, str if it generates texts.
-        """
+        """Finds and loads the modules."""
         self.kind, self.num_labels, self.seed = kind, num_labels, args.seed
         self.loaded: dict[str, Loaded] = {}  # by the request's text
         requests, is_local, problems = decided_by_main("metrics", lambda: _find(args.metric))

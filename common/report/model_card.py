@@ -42,10 +42,7 @@ HIDDEN_FLAGS += " profile allow_changed"
 
 
 def write_model_card(directory: Path, run: dict[str, Any], model_class: str) -> None:
-    """Writes README.md into model/.
-
-    run: contents of run.json, without secrets. model_class: an Auto class, or a recipe's own class.
-    """
+    """Writes README.md into model/."""
     arguments, results = run["arguments"], run["results"]
     name, base = directory.parent.name, arguments.get("model_name_or_path")
     is_adapter = arguments.get("lora_rank") is not None

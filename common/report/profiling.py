@@ -152,10 +152,7 @@ def _write(run: Any, profiler: profile) -> None:
 
 
 def where_time_went(events: list[dict[str, Any]]) -> dict[str, Any]:
-    """Returns seconds of a trace's updates: in total, per phase, of overlapped communication, and of kernels per phase.
-
-    events: `traceEvents` of a trace exported by torch.profiler.
-    """
+    """Returns seconds of a trace's updates: in total, per phase, of overlapped communication, of kernels per phase."""
     events = [event | {"end": event["ts"] + event["dur"]} for event in events if event["ph"] == "X"]
     host = [event for event in events if event.get("cat") in ("user_annotation", "cpu_op")]
     host.sort(key=lambda event: (event["ts"], -event["dur"]))  # nested events come later

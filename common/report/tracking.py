@@ -94,10 +94,7 @@ def print_run(
     lacks_gpus: bool = False,
     **lines: str,
 ) -> None:
-    """Prints the run summary, before the first update.
-
-    lacks_gpus: whether a GPU config runs on a CPU. lines: the recipe's own lines of the summary, by label.
-    """
+    """Prints the run summary, before the first update."""
     world, grid, first = accelerator.num_processes, current_grid(), train[0]
     total, trainable = count_parameters(model)
     stages: Any = getattr(model, "pipeline_stages", None)

@@ -111,11 +111,6 @@ def reduce_update(
 
     A single collective synchronises all values of an update, and the host waits for the device only here. Each value is
     a separate element, so a non-finite loss does not affect the others.
-
-    Args:
-        loss_sums: this rank's sums of token losses, one scalar per micro-batch.
-        grad_norm: scalar, norm of the reduced gradient before clipping, equal on all ranks.
-        values: this rank's values, with the same names and shapes on all ranks. Their sums are as in `sum_over_ranks`.
     """
     sums = loss_sums or [torch.zeros((), device=accelerator.device)]  # empty if the first micro-batch ran out of memory
     loss_sum = torch.stack(sums).sum(dtype=_sum_dtype(accelerator.device))

@@ -16,10 +16,7 @@ def name_optimizers(*properties: str) -> str:
 
 
 def smaller_optimizers(name: str, is_split: bool) -> list[str]:
-    """Returns the optimizers with less state that can replace `name` at AdamW's learning rate.
-
-    is_split: whether a process has only shards of the weights or parts of layers.
-    """
+    """Returns the optimizers with less state that can replace `name` at AdamW's learning rate."""
     return [
         other
         for other, info in OPTIMIZERS.items()

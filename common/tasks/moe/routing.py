@@ -259,11 +259,7 @@ class Routing:
 
     @torch.no_grad()
     def end_update(self, finite: bool, reduced: dict[str, Any]) -> dict[str, float]:
-        """Returns metrics to record; with balance `bias`, also updates the biases, identically on all ranks.
-
-        finite: whether the optimizer's step was applied. reduced: the sums of `values_to_reduce` over the ranks, on the
-        host.
-        """
+        """Returns metrics to record; with balance `bias`, also updates the biases, identically on all ranks."""
         if not self.layers:
             return {}
         counts = reduced["expert_counts"]

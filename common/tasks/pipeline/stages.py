@@ -48,10 +48,6 @@ def choose_stage_starts(parameters: list[int], flops: list[int], num_stages: int
 
     The size of a stage is the larger of its fraction of all parameters (memory) and its fraction of all matmuls (time).
     The minimum is exact, found by dynamic programming.
-
-    Args:
-        parameters, flops: results of `count_parts`: embedding, each layer, and norm and head together.
-        num_stages: at most the number of layers.
     """
     num_layers = len(parameters) - 2
     totals = [sum(parameters), sum(flops)]
