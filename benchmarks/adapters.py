@@ -31,7 +31,7 @@ ARMS = ("recipe", "sft")
 
 
 def measure(args, work, results):
-    """Every kind in every precision: rounds of both arms, the second backwards."""
+    """Measures each kind in each precision, in rounds of both arms; every second round in reverse order."""
     size = "quick" if args.quick else "medium"
     settings = settings_of("blocks", size, ON_GPU) | ({} if args.quick or ON_GPU else {"measured": 2})
     facts = prepare(work, "blocks", size, settings)
@@ -45,13 +45,13 @@ def measure(args, work, results):
                     results["runs"].append(
                         {"precision": precision, "kind": kind, "arm": arm, "round": number} | measured
                     )
-                    told = f"{measured['tokens_per_second']:,.0f} tokens/s, "
-                    told += f"{measured['memory_bytes'] / 1e6:,.0f} MB at most"
-                    print(f"{precision}, {kind}, round {number + 1}, {arm}: {told}", flush=True)
+                    values = f"{measured['tokens_per_second']:,.0f} tokens/s, "
+                    values += f"{measured['memory_bytes'] / 1e6:,.0f} MB at most"
+                    print(f"{precision}, {kind}, round {number + 1}, {arm}: {values}", flush=True)
 
 
 def table(results):
-    """A row for each kind: medians of both arms, and of the ratios within a round."""
+    """Returns a row per kind: medians of both arms, and of the ratios within a round."""
     yield "| precision | what is trained | lm.py, tokens/s | TRL | lm.py is | lm.py, MB at most | TRL | lm.py is |"
     yield "| --- | --- | ---: | ---: | ---: | ---: | ---: | ---: |"
     for precision, kind in dict.fromkeys((run["precision"], run["kind"]) for run in results["runs"]):
@@ -67,7 +67,7 @@ def table(results):
 
 
 def page(results):
-    """The page in Markdown."""
+    """Returns the page as Markdown."""
     paragraphs = [
         "# Adapters and a 4-bit base, compared with TRL",
         f"{results['parameters']:,} parameters, blocks of 512 tokens, {results['samples']} per update. "

@@ -75,7 +75,7 @@ def ours(directory, accelerator, config, model, optimizer):
         return is_complete
 
     def is_complete():
-        if writer.is_written():  # as the loop does where all ranks have told it
+        if writer.is_written():  # as in the loop when all ranks have written
             writer.commit_soon()
         return writer.writing is None and writer.committing.done()
 

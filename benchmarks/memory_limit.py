@@ -29,7 +29,7 @@ STALLED = 600  # seconds; who takes longer is ended
 
 @dataclass
 class Ended:
-    """How a command ended."""
+    """The outcome of a command."""
 
     status: int  # as `subprocess` has it
     output: str  # of both streams
@@ -69,12 +69,12 @@ def run_limited(command, limit, kind="cgroup", **settings) -> Ended:
                     one.kill()
                 process.wait()
         output.seek(0)
-        told = output.read()
+        printed = output.read()
         if group and (killed := _number("oom_kill", group[0] / FILES[group[1]][1])):
             died = f"OOM killer ({killed})"
-        elif process.returncode and (refused := re.search(REFUSALS, told)):
+        elif process.returncode and (refused := re.search(REFUSALS, printed)):
             died = f'"{refused[0]}"'
-        return Ended(process.returncode, told, peak, time.monotonic() - begun, died)
+        return Ended(process.returncode, printed, peak, time.monotonic() - begun, died)
 
 
 def cgroups_can_be_made() -> str:
@@ -88,7 +88,7 @@ def cgroups_can_be_made() -> str:
 
 @contextmanager
 def _cgroup(limit):
-    """A new group below the caller's own, and the version of cgroups that it is of."""
+    """Creates a group below the caller's own; returns it and its version of cgroups."""
     version, own = _own_cgroup()
     group = own / f"limited-{os.getpid()}"
     group.mkdir()
@@ -111,7 +111,7 @@ def _cgroup(limit):
 
 
 def _own_cgroup():
-    """Where a process may make groups: the version of cgroups that counts its memory, and its own group."""
+    """Returns the version of cgroups that counts this process's memory, and the group in which it can create others."""
     lines = [line.split(":", 2) for line in Path("/proc/self/cgroup").read_text().splitlines()]
     for _, controllers, path in lines:
         if "memory" in controllers.split(","):
@@ -127,12 +127,12 @@ def _number(name, path):
 
 
 def _held(group, version):
-    """Bytes of a group's processes, and of files in memory: what cannot be dropped."""
+    """Returns the bytes of a group that the kernel cannot drop: of its processes, and of files in memory."""
     return sum(_number(name, group / "memory.stat") for name in FILES[version][2])
 
 
 def _held_by_tree(pid):
-    """The same of a process and those that it began; what forked ones share is counted twice."""
+    """Returns the same for a process and its descendants; memory shared by forked processes counts twice."""
     total = 0
     with suppress(psutil.Error):
         for one in [psutil.Process(pid), *psutil.Process(pid).children(recursive=True)]:

@@ -46,7 +46,7 @@ ARCHITECTURES = ("llama", "gpt2", "qwen3", "mistral", "gemma2", "opt", "gpt_neox
 
 
 def all_cases():
-    """Name, recipe, config, flags of the launcher and flags of the recipe of each case."""
+    """Returns name, recipe, config, flags of the launcher and flags of the recipe of each case."""
     for config in LM_CONFIGS:
         for size in ("tiny", "small"):
             yield f"lm {size} {config}", "lm", config, [], ["--model_config", size]
@@ -125,8 +125,8 @@ def make_inputs(directory: Path) -> None:
     (directory / "models.partial").rename(directory / "models")
 
 
-def measure(told: str, recipe: str) -> None:
-    """Inside `accelerate launch`: runs the recipe, and writes what this rank's allocator gave out."""
+def measure(prefix: str, recipe: str) -> None:
+    """Runs the recipe inside `accelerate launch`, and writes this rank's peak to `prefix`-RANK.json."""
     from torch._C._profiler import _EventType
     from torch.profiler import ProfilerActivity, profile
 
@@ -143,7 +143,7 @@ def measure(told: str, recipe: str) -> None:
             return
         recording.__exit__(None, None, None)
         facts = {"peak": allocated_peak(recording, ends, _EventType)}
-        Path(f"{told}-{os.environ.get('RANK', 0)}.json").write_text(json.dumps(facts))
+        Path(f"{prefix}-{os.environ.get('RANK', 0)}.json").write_text(json.dumps(facts))
         if torch.distributed.is_initialized():
             torch.distributed.barrier()
         os._exit(0)
@@ -167,7 +167,7 @@ def measure(told: str, recipe: str) -> None:
 
 
 def allocated_peak(recording, ends, types):
-    """The most bytes of the second update that had been given out and not come back."""
+    """Returns the peak of the allocated bytes in the second update."""
     events = []
 
     def walk(node):
@@ -192,10 +192,10 @@ def allocated_peak(recording, ends, types):
 
 
 def run_case(case, directory):
-    """The case with its two figures, or with the end of what it printed."""
+    """Returns the case with its predicted and measured peak, or with the end of its output."""
     name, recipe, config, launch_flags, flags = case
     processes = 1 if config in SINGLE else NUM_PROCESSES.get(config, 2)
-    told, out = directory / "told", directory / "run"
+    prefix, out = directory / "peak", directory / "run"
     made = ("models/", "labels.", "pairs.", "text.")
     flags = [f"{directory}/{one}" if one.startswith(made) else one for one in flags]
     shared = ["--micro_batch_size", "4", "--global_batch_size", str(8 * processes), "--num_updates", "4"]
@@ -204,14 +204,14 @@ def run_case(case, directory):
         shared += ["--sequence_length", "128"]
     command = [sys.executable, "-m", "accelerate.commands.launch", "--config_file", f"accelerate_configs/{config}.yaml"]
     command += launch_flags
-    measured_command = [*command, __file__, "--measure", str(told), f"recipes/{recipe}.py", *flags, *shared]
+    measured_command = [*command, __file__, "--measure", str(prefix), f"recipes/{recipe}.py", *flags, *shared]
     environment = os.environ | {"CUDA_VISIBLE_DEVICES": "", "TQDM_DISABLE": "1"}
     measured = []
     for _ in range(1 if processes == 1 else 2):
-        for old in directory.glob("told-*"):
+        for old in directory.glob("peak-*"):
             old.unlink()
         done = subprocess.run(measured_command, cwd=ROOT, capture_output=True, text=True, env=environment)
-        ranks = [json.loads(path.read_text())["peak"] for path in sorted(directory.glob("told-*"))]
+        ranks = [json.loads(path.read_text())["peak"] for path in sorted(directory.glob("peak-*"))]
         if len(ranks) != processes:
             return {"name": name, "failed": (done.stdout + done.stderr)[-1500:]}
         measured.append(ranks)
@@ -229,18 +229,18 @@ def run_case(case, directory):
 
 
 def predicted_bytes(output):
-    """The predicted peak in what a dry run printed; None if it printed no prediction."""
+    """Returns the predicted peak in the output of a dry run; None without a prediction."""
     match = re.search(r"predicted peak ([\d.]+) ([MG])iB per process", output)
     return match and float(match[1]) * {"M": 2**20, "G": 2**30}[match[2]]
 
 
 def error_of(case):
-    """Of the prediction, as a share of what was measured."""
+    """Returns the error of the prediction as a fraction of the measurement."""
     return case["predicted"] / case["measured"] - 1
 
 
 def page(results):
-    """The page in Markdown."""
+    """Returns the page as Markdown."""
     cases = [case for case in results["cases"] if case.get("predicted")]
     errors = sorted(abs(error_of(case)) for case in cases)
     lines = [
@@ -264,7 +264,7 @@ def page(results):
 
 
 def draw(results, path):
-    """Every case as a point, the line of equality, and ten per cent beside it."""
+    """Draws each case as a point, the line of equality, and lines 10 % above and below it."""
     import matplotlib
 
     matplotlib.use("Agg")
@@ -293,9 +293,9 @@ def draw(results, path):
 
 def main():
     if "--measure" in sys.argv:
-        _, _, told, recipe, *rest = sys.argv
+        _, _, prefix, recipe, *rest = sys.argv
         sys.argv = [recipe, *rest]
-        measure(told, recipe)
+        measure(prefix, recipe)
         return
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--only", nargs="+", default=[], help="cases with one of these in their names; run again")

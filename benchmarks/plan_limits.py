@@ -71,11 +71,11 @@ def make_inputs(directory: Path) -> None:
     (directory / "pairs.jsonl").write_text("\n".join(map(json.dumps, rows)))
 
 
-def tell(path: str, recipe: str) -> None:
-    """Inside the limit: plans as the recipe does, and writes each row that the plan considered."""
+def record_rows(path: str, recipe: str) -> None:
+    """Plans the recipe inside the limit, and writes each row that the plan considered to `path`."""
     from tools.plan import plan
 
-    class Told(plan.Row):
+    class RecordedRow(plan.Row):
         def __init__(self, *values):
             super().__init__(*values)
             need = plan.need_on_cpu(self.mode, self.parts, self.host)
@@ -83,20 +83,20 @@ def tell(path: str, recipe: str) -> None:
             with open(path, "a") as file:
                 file.write(json.dumps([*row, self.shortfall]) + "\n")
 
-    plan.Row = Told
+    plan.Row = RecordedRow
     runpy.run_path(recipe, run_name="__main__")
 
 
 def enlarged(line):
-    """A launch line with the double micro-batch."""
+    """Returns the launch command with twice the micro-batch."""
     return re.sub(r"(--micro_batch_(?:size|tokens)) (\d+)", lambda found: f"{found[1]} {2 * int(found[2])}", line)
 
 
 def run_pair(pair, directory):
-    """What the plan said, and how the runs ended."""
+    """Returns the plan's prediction and the outcome of the runs."""
     name, recipe, flags, limit, kind, more = pair
-    limit, told = int(limit * GIB), directory / "told"
-    told.unlink(missing_ok=True)
+    limit, rows_path = int(limit * GIB), directory / "rows"
+    rows_path.unlink(missing_ok=True)
     flags = [*flags.split(), *RUN, "--output_dir", str(directory / "run")]
     flags += ["--train_file", str(directory / DATA[recipe])] if recipe in DATA else []
     settings = {"cwd": ROOT, "env": os.environ | {"TQDM_DISABLE": "1"} | more}
@@ -106,12 +106,12 @@ def run_pair(pair, directory):
         shutil.rmtree(directory / "run", ignore_errors=True)
         return run_limited(command, limit, kind, **settings)
 
-    planned = limited([sys.executable, __file__, "--tell", told, f"recipes/{recipe}.py", *flags, "--plan"])
+    planned = limited([sys.executable, __file__, "--record", rows_path, f"recipes/{recipe}.py", *flags, "--plan"])
     found = {"name": name, "recipe": recipe, "limit": limit, "kind": kind, "plan_peak": planned.peak}
     found["allowance"] = allowance()
     if planned.status:
         return found | {"failed": planned.died or planned.output[-1500:]}
-    rows = [json.loads(line) for line in told.read_text().splitlines()]
+    rows = [json.loads(line) for line in rows_path.read_text().splitlines()]
     advised = re.search(r"^ +(accelerate launch .*)$", planned.output, re.MULTILINE)
     if advised is None:
         found["advice"] = None
@@ -139,14 +139,14 @@ def run_pair(pair, directory):
 
 
 def allowance():
-    """What a plan counts beside tensors. Pairs that were measured with another one are measured again."""
+    """Returns the memory of a plan in addition to tensors. If it has changed, pairs are measured again."""
     from tools.plan import process_memory
 
     return [process_memory.LAUNCHER, process_memory.GROWTH, process_memory.KEPT]
 
 
 def holds(pair):
-    """Whether the plan was right: what it advised trained, and the double died, or was predicted to."""
+    """Returns whether the advised run survived, and twice the micro-batch died or was predicted to die."""
     if pair["advice"] is None:
         return pair["smallest"] not in ("trained", "failed")
     died = pair["double"] not in ("trained", "failed")
@@ -154,7 +154,7 @@ def holds(pair):
 
 
 def page(results):
-    """The page in Markdown."""
+    """Returns the page as Markdown."""
     pairs = [pair for pair in results["pairs"] if "failed" not in pair]
     advised = [pair for pair in pairs if pair["advice"]]
     errors = [pair["need"] / pair["peak"] - 1 for pair in advised if pair["kind"] == "cgroup"]
@@ -184,10 +184,10 @@ def page(results):
 
 
 def main():
-    if sys.argv[1:2] == ["--tell"]:
-        _, _, told, recipe, *rest = sys.argv
+    if sys.argv[1:2] == ["--record"]:
+        _, _, rows_path, recipe, *rest = sys.argv
         sys.argv = [recipe, *rest]
-        tell(told, recipe)
+        record_rows(rows_path, recipe)
         return
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--only", nargs="+", default=[], help="pairs of these names, or with such a word; run again")

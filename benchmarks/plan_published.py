@@ -179,7 +179,7 @@ def predict(one):
 
     torch.set_num_threads(1)
     recordings = record(one, 2), record(one, 4)
-    few, more = (make_profile(told, split_segments(*recordings)) for told in recordings)
+    few, more = (make_profile(recording, split_segments(*recordings)) for recording in recordings)
     layers, model = one["shape"]["num_hidden_layers"], make(one, one["shape"]["num_hidden_layers"])
     precision = "bf16" if one["weights"] == "bf16" else "no"
     mode = Mode(one["name"], one["sharding"], precision, one["gpus"])
@@ -199,7 +199,7 @@ def predict(one):
 
 
 def page(results):
-    """The page in Markdown."""
+    """Returns the page as Markdown."""
     lines = [
         "# Predicted memory compared with published peaks on GPUs",
         "",
@@ -221,7 +221,7 @@ def main():
     with ProcessPoolExecutor(2) as pool:
         found = list(pool.map(predict, CASES))
     kept = ("name", "source", "figure", "kind", "gpus", "rows", "length", "recompute")
-    cases = [{name: one[name] for name in kept} | told for one, told in zip(CASES, found, strict=True)]
+    cases = [{name: one[name] for name in kept} | prediction for one, prediction in zip(CASES, found, strict=True)]
     results = {"date": time.strftime("%Y-%m-%d"), "cases": cases}
     directory = ROOT / "benchmarks/results"
     (directory / "plan-published.json").write_text(json.dumps(results, indent=1) + "\n")

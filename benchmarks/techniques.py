@@ -105,7 +105,7 @@ def parse_arguments():
 
 
 def choose_setting(args):
-    """What all arms have in common, as the JSON file holds it, and the name of that file."""
+    """Returns the settings of all arms for the JSON file, and the name of that file."""
     chosen = dict(PRESETS[args.preset] if args.preset else SETTINGS[args.recipe])
     model = chosen.pop("model", None) or args.model or "small"
     sizes = chosen.get("more_sizes", {}) | runpy.run_path(str(ROOT / f"recipes/{chosen['recipe']}.py"))["MODEL_CONFIGS"]
@@ -128,7 +128,7 @@ def choose_setting(args):
 
 
 class Measurements:
-    """Runs what is missing in `results`, and saves after every run. The bar counts runs."""
+    """Runs all missing arms, and saves `results` after every run. The bar counts runs."""
 
     def __init__(self, results, facts, folder, path, bar):
         self.results, self.facts, self.folder, self.path, self.bar = results, facts, folder, path, bar
@@ -150,10 +150,10 @@ class Measurements:
                 run["failed"] = reason_of(str(error))
             self.results["runs"].append(run)
             write(self.path, self.results)
-            told = (
+            outcome = (
                 run.get("failed") or f"{run['samples_per_second']:.2f} samples/s, {run['memory_bytes'] / 1e6:,.0f} MB"
             )
-            self.bar.write(f"{arm.label}: {told}")
+            self.bar.write(f"{arm.label}: {outcome}")
         self.bar.update()
 
     def run(self, arm):
@@ -195,7 +195,7 @@ class Measurements:
         return self.figures(found)
 
     def figures(self, found):
-        """Of a run's own figures those of the table, and what they are made of."""
+        """Returns the values of a run for the table, and the values from which they are computed."""
         skipped = self.results["setting"]["warmup"]
         seconds, lengths = sum(found["seconds"][skipped:]), self.facts["lengths"][skipped:]
         kept = ("peak_memory_bytes", "memory_growth_bytes", "predicted_bytes", "optimizer_bytes", "reserved_bytes")
@@ -210,7 +210,7 @@ class Measurements:
 
 
 def operations(facts, folder):
-    """Floating-point operations that each update needs, forward and backward, without padding and recomputation."""
+    """Returns the FLOPs of each update, forward and backward, without padding and recomputation."""
     config = transformers.AutoConfig.from_pretrained(folder / "model")
     with torch.device("meta"):
         model = getattr(transformers, MODELS[facts["settings"]["recipe"]][1]).from_config(config)
@@ -221,7 +221,7 @@ def operations(facts, folder):
 
 
 def reason_of(printed):
-    """One line for the page: our own error, or else the last exception that a process printed; without paths."""
+    """Returns one line for the page, without paths: the recipe's error line, or the last exception that was printed."""
     lines = [line.strip() for line in printed.splitlines() if line.strip()]
     # The launcher's own, about the script's exit status, is the last one.
     errors = [
@@ -264,7 +264,7 @@ def pay_together(measured, arms, rounds):
 
 
 def measure(args, measured, arms):
-    """All that is missing, in rounds; then what pays together, unless only some arms were asked for."""
+    """Measures all missing arms in rounds; then the best combination, unless only some arms were requested."""
     names = [name for name in arms if not args.arms or name in args.arms]
     for number in range(args.rounds):
         for name in names if number % 2 == 0 else names[::-1]:

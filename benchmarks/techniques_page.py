@@ -50,14 +50,14 @@ def gain(figures, base):
 
 
 def ratios(results, name, measure):
-    """An arm's value over the plain loop's, in each round that has both."""
+    """Returns an arm's value divided by the plain loop's, for each round with both."""
     beside = BESIDE_FINAL if name == FINAL else "plain"
     plain = {run["round"]: run[measure] for run in done_runs(results, beside)}
     return [run[measure] / plain[run["round"]] for run in done_runs(results, name) if run["round"] in plain]
 
 
 def names_of(results):
-    """The arms of the table, in the order in which they were first measured; what pays together comes last."""
+    """Returns the arms of the table, in the order of their first measurement; combinations are last."""
     names = dict.fromkeys(run["arm"] for run in results["runs"] if not run["arm"].startswith(HIDDEN))
     return [name for name in names if name != FINAL] + [name for name in names if name == FINAL]
 
@@ -154,7 +154,7 @@ def describe(results):
 
 
 def load(results):
-    """How busy the machine was when the runs began; above what they use themselves, other programs shared it."""
+    """Returns the load average at the start of the runs; a higher load than their own shows other programs."""
     loads = [run["load"] for run in results["runs"] if SPEED in run]
     text = f"Load average as the runs began: {spread(loads, 1)}"
     shared = statistics.median(loads) > results["threads"] + 1
@@ -162,7 +162,7 @@ def load(results):
 
 
 def page(results, picture):
-    """The page, as text. picture: the name of the file that `draw` draws."""
+    """Returns the page as Markdown. picture: name of the file that `draw` writes."""
     lines = ["# What each technique brings, alone and together", ""]
     if results["setting"]["quick"]:
         lines += ["**A smoke run with a toy model: its figures mean nothing.**", ""]

@@ -102,7 +102,7 @@ def parse_arguments():
 
 
 def this_command():
-    """For a page: how to measure the same again, wherever the results went."""
+    """Returns the command for the page, without the output directory."""
     without = argparse.ArgumentParser(add_help=False)
     without.add_argument("--output_dir")
     without.add_argument("--work_dir")
@@ -127,7 +127,7 @@ def launch(precision, script, config="single_gpu" if ON_GPU else "cpu"):
 
 
 def run_arm(args, arm, row, facts, folder, output_dir):
-    """One fresh process; returns tokens/s after the warm-up, memory growth, and seconds and loss of every update."""
+    """Runs a new process; returns tokens/s after the warm-up, memory growth, and seconds and loss of every update."""
     tokens = [sum(map(sum, update)) for update in facts["lengths"]]
     flags = ["--model_name_or_path", folder / "model", "--output_dir", output_dir, "--num_updates", len(tokens)]
     flags += ["--global_batch_size", row["global_batch"], *row.get("more", [])]
@@ -199,7 +199,7 @@ def measure(args, work, results, save):
 
 
 def describe_row(args, name, size, precision, settings, facts):
-    """What all arms of a row have in common, for the JSON file and the page, as the file holds it."""
+    """Returns the settings of all arms of a row, for the JSON file and the page."""
     tokens = [sum(map(sum, update)) for update in facts["lengths"]]
     lengths = [sum(sample) for update in facts["lengths"] for sample in update]
     row = settings | {"data": name, "size": size, "precision": precision, "parameters": facts["parameters"]}
@@ -209,7 +209,7 @@ def describe_row(args, name, size, precision, settings, facts):
 
 
 def num_threads():
-    """Of every arm; `accelerate launch` hands the variable on to torch."""
+    """Returns the number of threads of every arm; `accelerate launch` passes the variable to torch."""
     return int(os.environ["OMP_NUM_THREADS"])
 
 

@@ -32,7 +32,7 @@ def figures(results, row, arm, measure):
 
 
 def ratios(results, row, peer, measure):
-    """The recipe's value over the peer's, in each round that has both; of WHOLE_RUN the speed of whole runs."""
+    """Returns the recipe's value divided by the peer's, for each round with both; for WHOLE_RUN, that of full runs."""
     ours, theirs = (figures(results, row, arm, measure) for arm in ("recipe", peer))
     if measure == SPEED and peer in WHOLE_RUN:  # over the same samples
         runs = (figures(results, row, arm, "seconds") for arm in ("recipe", peer))
@@ -51,7 +51,7 @@ def spread(values, digits=0):
 
 
 def targets(results):
-    """Of each row, its targets: (row, what is asked, ratios to the peer that comes nearest, that peer, holds)."""
+    """Returns the targets of each row: (row, target, ratios to the closest peer, this peer, whether it is reached)."""
     for row, facts in results["rows"].items():
         arms = measured_arms(results, row)[1:]
         goals = [(SPEED, "above", arms, 1.0), (MEMORY, "below", arms, 1.0)]
@@ -111,7 +111,7 @@ def describe_row(row):
 
 
 def write_page(results, path, picture):
-    """The page that the README links to. `picture`: what `draw` drew, or None."""
+    """Writes the page that the README links to. picture: the file that `draw` wrote, or None."""
     lines = ["# Speed and memory of the recipes and their peers", ""]
     if results["quick"]:
         lines += ["**A smoke run with toy models: its figures mean nothing.**", ""]

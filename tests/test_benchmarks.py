@@ -291,10 +291,10 @@ def test_what_is_recorded_is_what_the_allocator_gave_out(anatomy_of_tiny, functi
     shape = ["--micro_batch_size", 4, "--global_batch_size", 8, "--num_updates", 4, "--save_every", 0]
     shape += ["--train_file", functions_file]
     command = [BIN / "accelerate", "launch", "--config_file", ROOT / "accelerate_configs/cpu.yaml"]
-    command += [ROOT / "benchmarks/plan.py", "--measure", tmp_path / "told", ROOT / "recipes/lm.py", *TINY, *shape]
+    command += [ROOT / "benchmarks/plan.py", "--measure", tmp_path / "peak", ROOT / "recipes/lm.py", *TINY, *shape]
     finished = run([*command, "--output_dir", tmp_path / "run"], CUDA_VISIBLE_DEVICES="")
-    (told,) = tmp_path.glob("told-*")
-    allocated = json.loads(told.read_text())["peak"]
+    (path,) = tmp_path.glob("peak-*")
+    allocated = json.loads(path.read_text())["peak"]
     recorded = max(sum(sizes.values()) for phase, sizes in plain["peaks"].items() if phase != "evaluation")
     assert recorded == pytest.approx(allocated, rel=0.02), finished.stderr
 
