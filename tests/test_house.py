@@ -136,3 +136,28 @@ def test_the_workflow_runs_the_checks_of_this_repository():
     assert commands[-1].endswith(" .ci/run") and os.access(ROOT / ".ci/run", os.X_OK)
     python = next(step["with"]["python-version"] for step in job["steps"] if "setup-python" in step.get("uses", ""))
     assert python == "3.11" and job["timeout-minutes"] == 90
+
+
+def module_state(text):
+    """Variables of a module that its functions can change: lower-case names, and names after `global`."""
+    tree = ast.parse(text)
+    found = [name for node in ast.walk(tree) if isinstance(node, ast.Global) for name in node.names]
+    for node in tree.body:
+        if isinstance(node, ast.Assign | ast.AnnAssign) and isinstance(
+            node.value, ast.Constant | ast.Dict | ast.List | ast.Set
+        ):
+            targets = node.targets if isinstance(node, ast.Assign) else [node.target]
+            found += [target.id for target in targets if isinstance(target, ast.Name) and target.id.islower()]
+    return found
+
+
+def test_modules_have_no_state():
+    """What a process remembers is in `common.process`. Controls: each way to keep a variable in a module."""
+    assert {name: found for name, text in sources().items() if (found := module_state(text))} == {}
+    for text in (
+        "update = None",
+        "locks: dict[str, int] = {}",
+        "_count = 0",
+        "def f():\n    global Watch\n    Watch = 1",
+    ):
+        assert len(module_state(text)) == 1, text

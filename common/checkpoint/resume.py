@@ -40,8 +40,6 @@ def find_own(checkpoints: Any, identity: dict[str, Any], size_flags: Iterable[st
     """Returns the newest valid checkpoint of the output directory, after checking that it belongs to the run.
 
     The output directory is locked first, because a stopping run may still be writing its last checkpoint.
-
-    Raises UserError: see `Checkpoints.find`.
     """
     args, ranks, accelerator = checkpoints.args, checkpoints.ranks, checkpoints.accelerator
     if not args.dry_run:
@@ -88,10 +86,7 @@ def _require_seen(path: Path, manifest: dict[str, Any], ranks: Agreement) -> Non
 
 
 def is_valid(path: Path, manifest: dict[str, Any], ranks: Agreement) -> bool:
-    """Returns whether all files match the manifest. Each rank checks its share, and prints any problem.
-
-    Raises UserError: a rank does not see the checkpoint as rank 0 does.
-    """
+    """Returns whether all files match the manifest. Each rank checks its share, and prints any problem."""
     _require_seen(path, manifest, ranks)
     problem = find_damage(path, manifest, ranks.rank, ranks.world)
     if problem:
