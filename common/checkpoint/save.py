@@ -61,7 +61,7 @@ class Checkpoints:
             share_output_dir(self.ranks, args)
 
     def find(self, identity: dict[str, Any], size_flags: Iterable[str]) -> Any:
-        """Returns the newest valid checkpoint, or None without --resume. Corrupted checkpoints are printed and skipped."""
+        """Returns the newest valid checkpoint, or None without --resume. Prints and skips corrupted checkpoints."""
         is_requested = 0 < self.args.save_every <= self.args.num_updates or self.args.keep_best
         if self.unsupported and (self.args.resume or is_requested):
             raise UserError(self.unsupported)
