@@ -8,6 +8,8 @@ import traceback
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 
+from common.redaction import cleaned
+
 
 class UserError(Exception):
     """A mistake that the user can fix. The message has one line per problem: the problem, its location and the fix.
@@ -17,7 +19,7 @@ class UserError(Exception):
 
     def __init__(self, text: str):
         # torch raises a data worker's exception again with the traceback as its text; only the message is kept.
-        super().__init__(text.rpartition(f"\n{__name__}.UserError: ")[2].strip())
+        super().__init__(cleaned(text.rpartition(f"\n{__name__}.UserError: ")[2].strip()))
 
 
 def main_logger(name: str) -> logging.Logger:

@@ -41,6 +41,7 @@ sys.path.insert(1, str(Path(__file__).resolve().parent.parent))
 
 from common.command_parser import CommandParser  # noqa: E402
 from common.errors import UserError, raise_errors  # noqa: E402
+from common.output import guard_output  # noqa: E402
 from common.parallel.channel import TOKEN, Channel, Door, is_rank, is_text, launch_key  # noqa: E402
 from common.parallel.launch import Launch, parse_launch  # noqa: E402
 from common.parallel.process_checks import check_machines  # noqa: E402
@@ -221,6 +222,7 @@ def hand_on_stop_requests() -> None:
 
 
 def main() -> None:
+    guard_output()
     formatter = argparse.RawDescriptionHelpFormatter
     parser = CommandParser(description=__doc__, formatter_class=formatter, allow_abbrev=False)
     parser.add_argument("--timeout", type=float, default=60, metavar="SECONDS", help="to wait for each other (60)")

@@ -10,13 +10,14 @@ from quick import imported
 
 # From the bottom up: a folder or module of common/ imports what stands before it, and nothing that comes behind it.
 LAYERS = [
+    "redaction",
     "errors",
     "command_parser",
     "versions",
     "packages",
     "internals",
     "process",
-    "redaction",
+    "output",
     "disk_errors",
     "files",
     "peak_memory",

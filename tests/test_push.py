@@ -3,6 +3,7 @@
 import base64
 import hashlib
 import json
+import os
 import shutil
 import socket
 import threading
@@ -216,12 +217,70 @@ def test_a_model_is_uploaded_as_it_lies_there(finished, hub):
     assert hub.files == {}
 
 
+def test_only_the_files_of_a_model_are_uploaded(finished, hub, tmp_path, monkeypatch, capsys):
+    """What else lies there is named. Control: all files of the model go, as the test above says."""
+    model = shutil.copytree(finished / "model", tmp_path / "run/model")
+    names = sorted(path.name for path in model.iterdir())
+    others = [".env", ".netrc", "id_rsa", "optimizer.pt", "notes.txt", "secrets.json", "x.safetensors", "model.py"]
+    others += ["a\33b", "checkpoints/update-000001/rank-00000.safetensors", "[a-z]*.json", "sub/config.json"]
+    for other in others:
+        (model / other).parent.mkdir(parents=True, exist_ok=True)
+        shutil.copy(model / "config.json", model / other)
+    push_here(tmp_path / "run", "me/x", hub.address, monkeypatch)
+    assert sorted(hub.files) == names
+    printed = capsys.readouterr().out
+    assert f": {', '.join(names)}\n" in printed and all(repr(other).strip("'")[:6] in repr(printed) for other in others)
+
+
+def test_links_and_incomplete_models_are_not_uploaded(finished, hub, tmp_path, monkeypatch):
+    def link(name):
+        return lambda model: ((model / name).unlink(missing_ok=True), (model / name).symlink_to("/etc/passwd"))
+
+    def index(text):
+        return lambda model: (model / "model.safetensors.index.json").write_text(text)
+
+    def whole(model):
+        model.rename(model.with_name("elsewhere"))
+        model.symlink_to("elsewhere")
+
+    shards = json.dumps({"weight_map": {"x": "model-00001-of-00002.safetensors"}})
+    refused = {
+        "config.json is a link": link("config.json"),
+        ".env is a link": link(".env"),
+        "deep is a link": lambda model: (model / "deep").symlink_to(".."),
+        "model is a link": whole,
+        "tokenizer.json is not a regular file": lambda model: (
+            (model / "tokenizer.json").unlink(),
+            os.mkfifo(model / "tokenizer.json"),
+        ),
+        "has no config.json": lambda model: (model / "config.json").unlink(),
+        "has no model.safetensors": lambda model: (model / "model.safetensors").unlink(),
+        "has no model-00001-of-00002.safetensors": index(shards),
+        "model.safetensors has no x; ": index(shards.replace("-00001-of-00002", "")),
+        "has no passwd": index(shards.replace("model-00001-of-00002.safetensors", "../../../etc/passwd")),
+        **{f"{text!r}": index(text) for text in ("[]", '{"weight_map": [1]}', "{", "[" * 50_000)},
+        "are corrupted": lambda model: (model / "model.safetensors").write_text("root:x:0:0"),
+    }
+    for number, (words, change) in enumerate(refused.items()):
+        model = shutil.copytree(finished / "model", tmp_path / f"{number}/model")
+        change(model)
+        with pytest.raises(UserError) as told:
+            push_here(model.parent, "me/x", hub.address, monkeypatch)
+        assert words in str(told.value) or (words.startswith("'") and "are corrupted" in str(told.value)), words
+    assert hub.files == {} and hub.made == []
+    monkeypatch.setenv("HF_ENDPOINT", (address := "http://me:canary@127.0.0.1:9"))
+    with pytest.raises(UserError) as told:
+        push_here(finished, "me/x", address, monkeypatch)
+    assert "canary" not in str(told.value) and "127.0.0.1:9" in str(told.value)
+
+
 @pytest.mark.parametrize("is_here", [True, False])
 def test_an_adapter_whose_base_nobody_else_has_is_told(is_here, finished, hub, tmp_path):
     """Control: a base of the hub."""
     shutil.copytree(finished, tmp_path / "run")
     base = str(tmp_path) if is_here else "me/base"
     (tmp_path / "run/model/adapter_config.json").write_text(json.dumps({"base_model_name_or_path": base}))
+    (tmp_path / "run/model/model.safetensors").rename(tmp_path / "run/model/adapter_model.safetensors")
     result = push(tmp_path / "run", "me/x", hub.address)
     assert result.returncode == 0 and "adapter_config.json" in hub.files
     assert (f"adapter_config.json names its base by a path, {base}" in result.stderr) == is_here

@@ -2,12 +2,14 @@
 
 import contextlib
 import json
+import logging
 import os
 import pickle
 import re
 import shutil
 import struct
 import sys
+import traceback
 
 import pyarrow as pa
 import pyarrow.parquet
@@ -24,7 +26,10 @@ from common.data.tokenizer import load_tokenizer
 from common.errors import UserError
 from common.files import write_file
 from common.models.load import build_model, load_config
+from common.output import guard_output
+from common.parallel import failures
 from common.redaction import HIDDEN, redact
+from common.report.records import to_json_line, write_run
 from tools.checkpoint.__main__ import main
 from tools.checkpoint.export import export
 
@@ -402,11 +407,38 @@ IN_ENVIRONMENT = {
     "WANDB_API_KEY": "0123abcd" * 5,
     "COMET_API_KEY": "canary-of-comet",
     "NEPTUNE_API_TOKEN": "canary-of-neptune",
+    "AZURE_DEVOPS_EXT_PAT": "canary-of-pat",
+    "REGISTRY_AUTH": "canary-of-auth",
+    "DB_PWD": "canary1",  # shorter than 8
+    "MY_TOKEN_FILE_CONTENT": "canary-of-token/with+signs",
+    "CLIENT_SECRET_VALUE": "canary-of-secret",
+    "PASSWORD_OF_ADMIN": "canary-of-password",
+    "SIGNING_KEY": "canary-of-key",
     "HF_ENDPOINT": "https://canary-user:canary-word@127.0.0.1:9",
     "http_proxy": "http://canary-user:canary-word@127.0.0.1:9",
     "NCCL_DEBUG_FILE": f"{token('N')}.log",
+    # Ordinary values of variables that are named as secrets.
+    "USE_TOKEN": "true",
+    "HAS_KEY": "1",
+    "CACHE_KEY": "cpu",
 }
 CANARIES = ["canary", "0123abcd", *(token(letter) for letter in "ENFCY")]
+# Texts of errors, messages and settings.
+IN_TEXTS = [
+    *(f"https://host/x?sv=1&{name}=canary&y=2" for name in ("sig", "token", "X-Amz-Signature", "api_key", "code")),
+    *(f"https://host/x?{name}=canary" for name in ("X-Amz-Credential", "X-Amz-Security-Token", "X-Goog-Signature")),
+    *(f"{scheme}://me:canary@host/x" for scheme in ("https", "s3", "postgresql", "git+ssh", "redis")),
+    *("https://canary@host/x", "https:/me:canary@host/x", "proxy http://u:can%40canary@host:80 failed"),
+    *(f"header Authorization: {kind} canary" for kind in ("Bearer", "Basic", "Token")),
+    *("sent Bearer canary", "{'Authorization': 'Bearer canary'}", "X-Api-Key: canary", "PRIVATE-TOKEN: canary"),
+    *("AccountName=x;AccountKey=canary==;EndpointSuffix=y", "SharedAccessSignature=canary", "Server=x;Pwd=canary;"),
+    *("aws_secret_access_key = canary", "password: canary", "client_secret='canary'", '{"hf_token": "canary"}'),
+    *("{'db_password': 'canary with blanks'}", "--hf_token canary", "--api_key=canary", "['x', '--token', 'canary']"),
+    *("HF_TOKEN=canary python x.py", "-----BEGIN RSA PRIVATE KEY-----\ncanary\n-----END RSA PRIVATE KEY-----"),
+    *("eyJcanary0.eyJcanary0.canary", "glpat-canary" + "x" * 20, "sk-proj-canary" + "x" * 20, "AIzacanary" + "x" * 30),
+    *("xoxb-1234567890-canary", "https://hooks.slack.com/services/T0/B0/canary", "npm_canary" + "x" * 30),
+    *("x/canary-of-secret/model", "of canary-of-token%2Fwith%2Bsigns", "a: canary1."),  # of variables
+]
 
 
 def found_canaries(directory, *outputs):
@@ -418,24 +450,61 @@ def found_canaries(directory, *outputs):
 
 
 def test_no_secret_is_written_or_printed(functions_file, model_dir, tmp_path):
-    """In flags, environment and config file; a run with a checkpoint and a tracker, then a dry run of it."""
+    """In flags, environment and config file; a run with a checkpoint and a tracker, then a dry run of it.
+
+    Control: what is shown in the place of the secrets is in each file and output that had them.
+    """
     column, text = token("C"), tmp_path / f"{token('F')}.jsonl"
     rows = [json.loads(line)["text"] for line in functions_file.read_text().splitlines()]
     write_jsonl(text, [{column: row} for row in rows])
-    config = tmp_path / "config.yaml"
+    config, out = tmp_path / "config.yaml", tmp_path / "run"
     config.write_text((ROOT / "accelerate_configs/cpu.yaml").read_text() + f"tpu_env: [HF_TOKEN={token('Y')}]\n")
-    found = {}
-    for redacted in (True, False):
-        out, changes = tmp_path / f"run{redacted:d}", {} if redacted else {"no_redaction": 1, "no_prediction": 1}
-        given = flags(text, model_dir, out, "--text_column", column, "--num_updates", 2, "--report_to", "tensorboard")
-        runs = [(given, changes), ([*given, "--overwrite", "--dry_run"], changes)]
-        result = run_specs("lm", runs, tmp_path, config, **IN_ENVIRONMENT)
-        assert "--text_column" in result.stdout, result.stderr
-        assert (out / "checkpoints/update-000002/manifest.json").is_file() and list(out.rglob("hparams.yml"))
-        assert list(out.rglob("events.out.tfevents*"))
-        found[redacted] = found_canaries(out, result.stdout, result.stderr)
-    assert found[True] == set()
-    assert found[False] == {"canary", token("E"), token("N"), token("F"), token("C")}  # the control
+    base = shutil.copytree(model_dir, tmp_path / "elsewhere" / "canary-of-secret")
+    given = flags(text, base, out, "--text_column", column, "--num_updates", 2, "--report_to", "tensorboard")
+    runs = [(given, {}), ([*given, "--overwrite", "--dry_run"], {})]
+    result = run_specs("lm", runs, tmp_path, config, **IN_ENVIRONMENT)
+    assert "--text_column" in result.stdout and "1 process on cpu" in result.stdout, result.stderr
+    assert (out / "checkpoints/update-000002/manifest.json").is_file() and list(out.rglob("events.out.tfevents*"))
+    assert found_canaries(out, result.stdout, result.stderr) == set()
+    files = [out / "run.json", out / "model/README.md", *out.rglob("hparams.yml")]
+    hidden = [result.stdout, *(path.read_text() for path in files)]
+    assert len(hidden) == 4 and all(HIDDEN in content for content in hidden)
+
+
+def test_what_leaves_a_process_has_no_secret_and_no_control_character(tmp_path, monkeypatch, capfd):
+    """By all streams, loggers and writers of files. Control: every text has a secret or a control character."""
+    for name, value in IN_ENVIRONMENT.items():
+        monkeypatch.setenv(name, value)
+    assert len(IN_TEXTS) >= 40 and all("canary" in text for text in IN_TEXTS)
+    harmful = ["a\33[2Jb", "a\rb", "a\x9b1mb", "a\u202eb", "a\x00b", "a\x07b", "a\ud800b"]
+    texts = [*IN_TEXTS, *harmful, "true 1 cpu"]
+    logger, handler = logging.getLogger("tests.of.output"), logging.StreamHandler()
+    logger.addHandler(handler)
+    with monkeypatch.context() as patch:
+        for name in ("stdout", "stderr"):
+            patch.setattr(sys, name, getattr(sys, name))  # which the block restores
+        guard_output()
+        for text in texts:
+            print(text)
+            print(UserError(text), file=sys.stderr)
+            logger.error("%s", text)
+            failures.print_errors([text])
+        try:
+            raise ValueError("\n".join(IN_TEXTS))
+        except ValueError:
+            traceback.print_exc()
+        sys.stdout.flush()
+        sys.stderr.flush()
+    logger.removeHandler(handler)
+    outputs = capfd.readouterr()
+    printed = outputs.out + outputs.err
+    assert printed.count("true 1 cpu\n") == 4 and len(printed) > 4 * len(texts)
+    write_run(tmp_path, {"status": "x", "arguments": dict(enumerate(texts)), "texts": texts, **{t: t for t in texts}})
+    (tmp_path / "line").write_text(to_json_line({text: text for text in IN_TEXTS}))
+    left = [text for text in printed.splitlines() if "canary" in text]
+    assert not left and not found_canaries(tmp_path, printed)
+    assert all(character.isprintable() or character in "\n\t" for character in printed)
+    assert "a\\x1b[2Jb" in printed and "a\\u202eb" in printed and "\\ud800" in printed
 
 
 def test_an_error_shows_no_secret(tmp_path):
@@ -451,6 +520,7 @@ def test_only_secrets_are_taken_out():
         "--num_updates 10 --micro_batch_tokens 1024: does not hold the longest sample of 256 tokens",
         "https://huggingface.co/docs/accelerate, http://127.0.0.1:29500/x, me@host, C:/text, runs/hf_transfer",
         "the tokenizer has 389 tokens; set eos_token in its tokenizer_config.json; pad_token is None",
+        "eos_token='</s>', sorted(key=len), HF_TOKEN: not set; set it",
         "--experts_per_token cannot change",  # it ends as the name of a secret does
     ):
         assert redact(text) == text
@@ -464,4 +534,6 @@ def test_only_secrets_are_taken_out():
     assert redact(text) == text.replace("abc", HIDDEN)  # what follows a name in a message stays
     assert redact("--hf_token abc") == f"--hf_token {HIDDEN}"
     assert redact(["--hf_token", "abc", "--experts_per_token", "2"])[1::2] == [HIDDEN, "2"]
+    for text in ("token=abc", "https://u:abc@h", '{"api_key": "abc"}', "Bearer abc", "--hf_token abc", "password: abc"):
+        assert redact(redact(text)) == redact(text) != text
     assert redact("--api_key abc, HF_TOKEN=abc, x?access_token=abc&y=1").count("abc") == 0

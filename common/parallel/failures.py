@@ -6,9 +6,7 @@ import os
 import signal
 import sys
 import time
-import traceback
 from contextlib import suppress
-from types import TracebackType
 from typing import NoReturn
 
 from common.disk_errors import explain_disk_error
@@ -16,7 +14,7 @@ from common.errors import UserError
 from common.files import find_lost_directory
 from common.parallel import liveness
 from common.process import this_process
-from common.redaction import redact
+from common.redaction import cleaned
 
 LOST_STATUS = 3  # exit status of a process that ends because a different process died or failed
 MISTAKE_STATUS = 2  # exit status after a user error, on all ranks alike
@@ -24,7 +22,6 @@ MISTAKE_STATUS = 2  # exit status after a user error, on all ranks alike
 
 def end_failed(error: BaseException) -> None:
     """Ends the process after a user error, Ctrl-C or a disk error; returns if the error keeps its traceback."""
-    sys.excepthook = _print_exception
     _end_data_workers()
     if isinstance(error, UserError):
         exit_with_errors(str(error).splitlines())
@@ -38,17 +35,12 @@ def end_failed(error: BaseException) -> None:
     if isinstance(error, SystemExit) and not error.code:
         liveness.leave()
     else:
-        leave(redact(f"{type(error).__name__}: {error}"))
-
-
-def _print_exception(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
-    """Prints a traceback without secrets, because the errors of libraries may contain URLs with tokens."""
-    sys.stderr.write(redact("".join(traceback.format_exception(kind, error, trace))))
+        leave(cleaned(f"{type(error).__name__}: {error}"))
 
 
 def exit_with_errors(problems: list[str]) -> NoReturn:
     """Prints each problem on a line of stderr, once per host, and ends the process with status 2."""
-    problems = [redact(problem) for problem in problems]
+    problems = [cleaned(problem) for problem in problems]
     is_first = _is_first_of_host()
     if is_first:
         print("\n".join(f"error: {problem}" for problem in problems), file=sys.stderr, flush=True)
@@ -145,7 +137,7 @@ def describe_place() -> str:
 def print_errors(lines: list[str]) -> None:
     if lines:  # the first newline ends a progress bar, which the main thread may be writing
         with suppress(OSError):  # the terminal, or the reader of a pipe, may have closed
-            os.write(sys.stderr.fileno(), ("".join(f"\nerror: {line}" for line in lines) + "\n").encode())
+            os.write(sys.stderr.fileno(), cleaned("".join(f"\nerror: {line}" for line in lines) + "\n").encode())
 
 
 def exit_now(lines: list[str], status: int) -> NoReturn:

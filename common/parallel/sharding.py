@@ -19,7 +19,6 @@ from common.internals.accelerate_state import shard_over, shard_without_gpu
 from common.parallel.deepspeed_files import offload_devices
 from common.parallel.extensions import build_extensions
 from common.parallel.launch import Launch, runs_on_cpu
-from common.redaction import redact
 from common.training.process_grid import ProcessGrid
 
 
@@ -81,7 +80,7 @@ class ShardedLaunch:
 
             config = self.launch.deepspeed_config
             source = config if isinstance(config, str) else self.launch.source
-            accelerator.print(redact(describe_settled(source, self.settled)), flush=True)
+            accelerator.print(describe_settled(source, self.settled), flush=True)
             idle = [f"no effect here: {', '.join(self.settled.idle)}"] if self.settled.idle else []
             for warning in [*idle, *self.settled.risky] if accelerator.is_main_process else []:
                 warnings.warn(f"{source}: {warning}", stacklevel=3)

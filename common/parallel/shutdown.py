@@ -1,15 +1,12 @@
 """Ends a run on all ranks together: finished, stopped, after a user error or after any other error."""
 
-import errno
 import gc
-import io
 import os
 import sys
 import threading
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
-from typing import Any
 
 import torch.distributed as dist
 from accelerate import Accelerator
@@ -17,6 +14,7 @@ from accelerate import Accelerator
 import common
 from common import launcher
 from common.errors import reported_in_one_line
+from common.output import guard_output
 from common.parallel import liveness
 from common.parallel.liveness import wait_for_all
 from common.process import this_process
@@ -59,7 +57,7 @@ def exit_on_user_error() -> Iterator[None]:
 
     A user error is a `UserError`. Every other exception keeps its traceback.
     """
-    _outlive_readers()
+    guard_output()
     gc.freeze()  # imported objects need neither garbage collection nor destruction at exit
     gc.set_threshold(*common.GC_THRESHOLD)
     keep_early_requests()
@@ -86,41 +84,3 @@ def _end_with_launcher() -> None:
 
             failures.end_without_launcher()
         time.sleep(0.5)
-
-
-class _Outliving(io.FileIO):
-    """A stream that discards its output after the reader of its pipe has ended, or its terminal was closed."""
-
-    def __init__(self, *args: Any, **kwargs: Any):
-        super().__init__(*args, **kwargs)
-        self.is_terminal = self.isatty()
-
-    def write(self, data: Any) -> int:
-        try:
-            return super().write(data)
-        except OSError as error:
-            is_closed_terminal = self.is_terminal and error.errno == errno.EIO
-            if not is_closed_terminal and not isinstance(error, BrokenPipeError):
-                raise
-            nowhere = os.open(os.devnull, os.O_WRONLY)
-            os.dup2(nowhere, self.fileno())
-            os.close(nowhere)
-            return len(data)
-
-
-def _outlive_readers() -> None:
-    """Keeps the run alive if the reader of its output, such as `| tee log`, ends first.
-
-    For example, a Ctrl-C that requests the run to stop also ends `tee`.
-    """
-    for number, name in ((1, "stdout"), (2, "stderr")):
-        stream = getattr(sys, name)
-        with suppress(OSError, AttributeError):  # no stream, or a notebook's stream
-            if stream.fileno() == number:
-                stream.flush()
-                raw = _Outliving(number, "w", closefd=False)
-                buffer = raw if stream.write_through else io.BufferedWriter(raw)
-                kept = {key: getattr(stream, key) for key in ("encoding", "line_buffering", "write_through")}
-                # A character that the terminal cannot show must not end a run whose model is written.
-                kept["errors"] = "backslashreplace" if stream.errors == "strict" else stream.errors
-                setattr(sys, name, io.TextIOWrapper(buffer, **kept))

@@ -10,6 +10,7 @@ from typing import Any
 from huggingface_hub import ModelCard, ModelCardData
 
 from common.models.saved_model import loading_call
+from common.redaction import redact
 
 # Tags of the hub's demo widgets, by the Auto class that loads the model.
 PIPELINE_TAGS = {
@@ -82,7 +83,8 @@ def write_model_card(directory: Path, run: dict[str, Any], model_class: str) -> 
         "## Versions",
         ", ".join(f"{package} {version}" for package, version in run["versions"].items()),
     ]
-    ModelCard(f"---\n{card}\n---\n\n" + _short("\n\n".join(parts)) + "\n").save(directory / "README.md")
+    text = redact(f"---\n{card}\n---\n\n" + _short("\n\n".join(parts)) + "\n")
+    ModelCard(text).save(directory / "README.md")
 
 
 def _metrics(run: dict[str, Any]) -> Iterator[tuple[str, str]]:

@@ -16,7 +16,7 @@ def to_json_line(record: dict[str, Any]) -> str:
             return format(item, ".17g") if abs(item) < float("inf") else "null"
         return json.dumps(item)
 
-    return "{" + ", ".join(f"{json.dumps(key)}: {value(item)}" for key, item in record.items()) + "}\n"
+    return "{" + ", ".join(f"{json.dumps(key)}: {value(item)}" for key, item in redact(record).items()) + "}\n"
 
 
 def write_run(output_dir: Path, metadata: dict[str, Any]) -> None:

@@ -72,7 +72,7 @@ def print_dry_run(
 ) -> None:
     """Prints the settings as three columns (name, value, source), without secrets, and the outcome of a dry run."""
     settings = list_settings(args, launch, accelerator)
-    rows = [[name, str(redact({name: value})[name]), redact(source)] for name, value, source in settings]
+    rows = [[name, str(redact({name: value})[name]), source] for name, value, source in settings]
     widths = [min(limit, max(len(row[column]) for row in rows)) for column, limit in ((0, 60), (1, 40))]
     lines = [f"{name:<{widths[0]}}  {value:<{widths[1]}}  {source}" for name, value, source in rows]
     done = "one forward and one backward done" if num_left else "no update is left"

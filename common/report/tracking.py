@@ -20,7 +20,6 @@ from common.parallel.distributed_mode import current_mode, describe_mode, descri
 from common.parallel.matmul_throughput import FEWEST_PARAMETERS
 from common.peak_memory import most_resident
 from common.process import this_process
-from common.redaction import redact
 from common.report import totals
 from common.report.model_card import write_model_card
 from common.report.records import end_unfinished, read_run, write_run
@@ -138,7 +137,7 @@ def print_run(
         **lines,
         "output": "nothing (dry run)" if args.dry_run else args.output_dir,
     }
-    accelerator.print(redact("\n".join(f"{name:>10}  {text}" for name, text in block.items())), flush=True)
+    accelerator.print("\n".join(f"{name:>10}  {text}" for name, text in block.items()), flush=True)
 
 
 def _describe_length(args: Arguments, train: GlobalBatches) -> tuple[str, float]:

@@ -14,13 +14,13 @@ from accelerate import Accelerator
 from accelerate.tracking import TensorBoardTracker
 
 from changes import RANK, after, before, before_reduce, change
-from common import argument_checks, run
+from common import argument_checks, redaction, run
 from common.checkpoint import resume, shared_files
 from common.data import text
 from common.models import decisions, model_setup, parallel_setup
-from common.parallel import failures, rank_connection, rank_store, rank_watch, sharding, shutdown
+from common.parallel import failures, rank_connection, rank_store, rank_watch, shutdown
 from common.process import this_process
-from common.report import records, settings, trackers, tracking
+from common.report import model_card, records, settings, trackers
 from common.report.progress import Progress
 from common.training import accumulation, optimizers, stop_signals
 
@@ -195,7 +195,7 @@ def slow_rank(how):
 
 def no_redaction(_):
     """Secrets are written and printed as they come."""
-    for module in (sharding, failures, records, trackers, tracking, settings):
+    for module in (redaction, records, trackers, settings, model_card):
         change(module, "redact", lambda value: value)
 
 

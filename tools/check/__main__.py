@@ -36,6 +36,7 @@ from common.parallel.precision_choice import sustained_rates
 from common.parallel.process_checks import check_started
 from common.parallel.rank_connection import at_most, connecting, default_timeout
 from common.parallel.shutdown import exit_on_user_error, leave_together
+from common.redaction import redact
 from common.training.process_grid import ProcessGrid
 from common.versions import versions
 from tools.check.report import report
@@ -295,7 +296,7 @@ def main() -> None:
             status = [int(num_outliers > 0)]
             if args.json:
                 links = [{"ranks": pair, **link} for pair, link in sorted(figures["links"].items())]
-                args.json.write_text(json.dumps(figures | {"links": links}, indent=1) + "\n")
+                args.json.write_text(json.dumps(redact(figures | {"links": links}), indent=1) + "\n")
         if launch.num_processes > 1:
             dist.broadcast_object_list(status)
             liveness.wait_for_all()

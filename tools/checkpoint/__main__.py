@@ -7,12 +7,14 @@ from common.checkpoint.read import find_best, find_damage, list_checkpoints
 from common.command_parser import CommandParser
 from common.errors import UserError
 from common.models.saved_model import EXPORT_DTYPES, loading_call
+from common.output import guard_output
 from common.report.killed_runs import describe_killed
 from tools.checkpoint.export import export
 from tools.checkpoint.push import push
 
 
 def main() -> None:
+    guard_output()
     parser = CommandParser(prog="python -m tools.checkpoint", description="Lists, exports and uploads checkpoints.")
     commands = parser.add_subparsers(dest="command", required=True)
     command = commands.add_parser("list", help="the checkpoints of a run; exit status 1 if one is corrupted")

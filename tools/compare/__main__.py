@@ -8,6 +8,7 @@ from common.command_parser import CommandParser
 from common.disk_errors import disk_line
 from common.errors import UserError, raise_errors
 from common.files import PARTIAL
+from common.output import guard_output
 from common.packages import find_missing
 from tools.compare.runs import read_runs
 
@@ -15,6 +16,7 @@ MARK = b"<!-- A report of python -m tools.compare -->"  # second line of page.ji
 
 
 def main() -> None:
+    guard_output()
     parser = CommandParser(
         prog="python -m tools.compare",
         description="Writes an HTML page, which needs no network: curves, settings that differ, results of runs.",

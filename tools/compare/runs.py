@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from common.errors import UserError, raise_errors
+from common.redaction import redact
 from common.report import curves
 from common.report.killed_runs import describe_killed
 
@@ -55,14 +56,14 @@ def _read_run(directory: Path, paths: list[Path]) -> RecordedRun:
         problem = f"has no {' and no '.join(missing)}" if os.path.isdir(directory) else "is not a directory"
         raise UserError(f"{directory}: {problem}; name the --output_dir of a run")
     try:
-        facts = json.loads(record.read_bytes())
+        facts = redact(json.loads(record.read_bytes()))
         is_valid = isinstance(facts["arguments"], dict) and facts["command"][0] and isinstance(facts["status"], str)
     except (ValueError, TypeError, LookupError):
         is_valid = False
     if not is_valid:
         raise UserError(f"{record}: not as a run writes it; fix it, or omit this run")
     lines = curves.with_end(_read_metrics(metrics), facts.get("results") or {})
-    return RecordedRun(_short_name(directory.resolve(), paths), facts, lines, describe_killed(directory))
+    return RecordedRun(redact(_short_name(directory.resolve(), paths)), facts, lines, describe_killed(directory))
 
 
 def _read_metrics(path: Path) -> list[dict[str, float]]:

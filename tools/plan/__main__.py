@@ -15,6 +15,8 @@ from functools import partial
 from pathlib import Path
 from typing import NoReturn
 
+from common.output import guard_output
+
 USAGE = "usage: python -m tools.plan RECIPE [FLAGS ...] [MACHINE]"
 # The last word is a machine, not the value of a flag, if it begins with a number of devices or a memory size. The name
 # of a GPU alone, such as A100, is a machine unless it follows a flag.
@@ -22,6 +24,7 @@ MACHINE, GPU = re.compile(r"\d+ *x\b.*|[\d.]+ *[MGT]i?B\b.*"), re.compile(r"([A-
 
 
 def main() -> None:
+    guard_output()
     words = sys.argv[1:]
     options = {}
     while words[:1] in (["--machine"], ["--predict"]) and len(words) > 1:

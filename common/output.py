@@ -1,0 +1,74 @@
+"""The standard streams of a process: without secrets, without control characters, and alive without a reader."""
+
+import errno
+import io
+import logging
+import os
+import sys
+from contextlib import suppress
+from typing import Any
+
+from common.redaction import cleaned
+
+
+class _Outliving(io.FileIO):
+    """A stream that discards its output after the reader of its pipe has ended, or its terminal was closed."""
+
+    def __init__(self, *args: Any, **kwargs: Any):
+        super().__init__(*args, **kwargs)
+        self.is_terminal = self.isatty()
+
+    def write(self, data: Any) -> int:
+        try:
+            return super().write(data)
+        except OSError as error:
+            is_closed_terminal = self.is_terminal and error.errno == errno.EIO
+            if not is_closed_terminal and not isinstance(error, BrokenPipeError):
+                raise
+            nowhere = os.open(os.devnull, os.O_WRONLY)
+            os.dup2(nowhere, self.fileno())
+            os.close(nowhere)
+            return len(data)
+
+
+class _Cleaned:
+    """A text stream that cleans all that is written to it. Progress bars may start with a carriage return."""
+
+    def __init__(self, stream: Any):
+        self._stream = stream
+
+    def write(self, text: str) -> int:
+        start = "\r" if text.startswith("\r") else ""
+        self._stream.write(start + cleaned(text[len(start) :]))
+        return len(text)
+
+    def writelines(self, lines: Any) -> None:
+        self.write("".join(lines))
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._stream, name)
+
+
+def guard_output() -> None:
+    """Cleans all further output of this process, and keeps it alive if the reader of its output ends first.
+
+    For example, a Ctrl-C that requests the run to stop also ends `tee`.
+    """
+    for number, name in ((1, "stdout"), (2, "stderr")):
+        stream = before = getattr(sys, name)
+        if stream is None or isinstance(stream, _Cleaned):
+            continue
+        with suppress(OSError, AttributeError):  # a notebook's stream
+            if stream.fileno() == number:
+                stream.flush()
+                raw = _Outliving(number, "w", closefd=False)
+                buffer = raw if stream.write_through else io.BufferedWriter(raw)
+                kept = {key: getattr(stream, key) for key in ("encoding", "line_buffering", "write_through")}
+                # A character that the terminal cannot show must not end a run whose model is written.
+                kept["errors"] = "backslashreplace" if stream.errors == "strict" else stream.errors
+                stream = io.TextIOWrapper(buffer, **kept)
+        setattr(sys, name, _Cleaned(stream))
+        for logger in (logging.root, *logging.root.manager.loggerDict.values()):  # libraries keep the stream
+            for handler in getattr(logger, "handlers", ()):
+                if isinstance(handler, logging.StreamHandler) and handler.stream is before:
+                    handler.setStream(getattr(sys, name))
