@@ -10,7 +10,7 @@ from collections.abc import Iterable, Iterator
 from contextlib import contextmanager, suppress
 from io import FileIO
 from pathlib import Path
-from typing import Any
+from typing import Any, TextIO
 
 import numpy as np
 import xxhash
@@ -37,6 +37,28 @@ def fsync(path: Path) -> None:
         os.close(handle)
 
 
+def open_new(path: Path, buffering: int = -1) -> Any:
+    """Opens a new binary file, in the place of a file or link of this name; a link is never followed."""
+    path.unlink(missing_ok=True)
+    return open(path, "xb", buffering=buffering)
+
+
+def open_to_append(path: Path) -> TextIO:
+    """Opens a text file to which each line is written at once. Raises OSError: it is a link."""
+    return open(path, "a", buffering=1, opener=lambda name, flags: os.open(name, flags | os.O_NOFOLLOW, 0o666))
+
+
+def refuse_links(directory: Path) -> None:
+    """Raises UserError: a link is where a run writes its files; the run would change files outside of the directory."""
+    for entry in os.scandir(directory) if directory.is_dir() else ():
+        if entry.is_symlink():
+            raise UserError(
+                f"{entry.path}: is a link to {os.readlink(entry.path)}; remove it, or use a new --output_dir"
+            )
+        if entry.is_dir() and directory.name != "checkpoints":  # a checkpoint is written under a new name
+            refuse_links(Path(entry.path))
+
+
 def write_file(path: Path, parts: Iterable[Any]) -> dict[str, Any]:
     """Writes and flushes a file; returns its size and XXH3 digest.
 
@@ -44,7 +66,7 @@ def write_file(path: Path, parts: Iterable[Any]) -> dict[str, Any]:
     in memory and in the file bypass the kernel's page cache: copying them to it takes nine times the CPU time.
     """
     digest, size = xxhash.xxh3_128(), 0
-    with open(path, "wb", buffering=0) as file:
+    with open_new(path, buffering=0) as file:
         for part in parts:
             is_aligned = (size | np.frombuffer(part, np.uint8).ctypes.data) % PAGE == 0
             done = _write_directly(file, memoryview(part)) if is_aligned else 0
@@ -79,7 +101,8 @@ def nearest_existing(path: Path) -> Path:
 def replace_text(path: Path, text: str) -> None:
     """Writes a temporary file and renames it, so that the file is never incomplete."""
     unfinished = path.with_name(path.name + PARTIAL)
-    unfinished.write_text(text)
+    with open_new(unfinished) as file:
+        file.write(text.encode(errors="backslashreplace"))
     os.replace(unfinished, path)
 
 
@@ -145,6 +168,7 @@ def lock_output_dir(directory: Path) -> None:
     lock = this_process().output_locks.setdefault(directory.absolute(), FileLock(directory / LOCK))
     if lock.is_locked:
         return
+    refuse_links(directory)
     try:
         lock.acquire(timeout=0)
     except Timeout:

@@ -160,6 +160,17 @@ def test_the_card_shows_no_directory_of_its_writer(card, tmp_path, monkeypatch):
     assert "    accelerate launch ~/lm.py --train_file books/a.txt /mnt/home/me/b\n" in text
 
 
+def test_the_card_shows_text_from_outside_as_it_is(card, tmp_path):
+    """Neither markup, nor HTML, nor lines of a header. Control: plain names are not changed, as in the tests above."""
+    evil = "x\n---\nlicense: evil\n# <img src=x> [a](https://evil) `b` | c \33[2J"
+    text = card({"data": evil, "held_out": evil, "commands": [["python", evil]]}, model_name_or_path=evil, seed=evil)
+    _, header, body = text.split("\n---\n")[0], *text.split("\n---\n", 1)
+    assert yaml.safe_load(header.strip("-\n"))["base_model"] == evil and "license" not in yaml.safe_load(header[4:])
+    assert "\33" not in text and "\n# <img" not in body and "\nlicense" not in body
+    for line in (line for line in body.splitlines() if "img src" in line):
+        assert r"\<img" in line or line.startswith("    python ") or "`` " in line, line
+
+
 def test_the_card_lists_mixed_data_and_leaves_out_what_epochs_replace(card):
     """Control: without epochs the number of updates is there."""
     text = card({"data": "7/10: a.jsonl\n            3/10: b.jsonl"}, num_epochs=1.5)

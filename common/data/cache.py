@@ -4,6 +4,7 @@ import errno
 import hashlib
 import json
 import os
+import stat
 from collections.abc import Callable
 from contextlib import AbstractContextManager, suppress
 from pathlib import Path
@@ -29,8 +30,8 @@ def cached(
         cache_dir: replaces the default cache.
     """
     directory = cache_path(kind, identity, cache_dir)
-    _remove_unfinished(directory.parent)
     with _only_one(directory):
+        _remove_unfinished(directory.parent)
         if not directory.exists():
             try:
                 with complete_or_absent(directory, "start again, or set XDG_CACHE_HOME to another disk") as partial:
@@ -50,9 +51,17 @@ def cache_path(kind: str, identity: list[Any], cache_dir: str | Path | None = No
 
 
 def _only_one(directory: Path) -> AbstractContextManager:
-    """Acquires the lock of a cache directory: a collective would time out while one process tokenises for hours."""
+    """Acquires the lock of a cache directory: a collective would time out while one process tokenises for hours.
+
+    Raises UserError if the cache cannot be written, or if a different user could have written its files.
+    """
     try:
-        directory.parent.mkdir(parents=True, exist_ok=True)
+        root = directory.parent
+        root.parent.mkdir(parents=True, exist_ok=True)
+        root.mkdir(mode=0o700, exist_ok=True)
+        status = root.stat()
+        if {status.st_uid, root.lstat().st_uid} != {os.geteuid()} or status.st_mode & stat.S_IWOTH:
+            raise OSError(f"it belongs to user {status.st_uid}, or every user can write to it")
         return FileLock(f"{directory}.lock").acquire()
     except OSError as error:
         raise UserError(

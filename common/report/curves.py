@@ -80,8 +80,11 @@ def has_spike(values: list[float]) -> bool:
 
 def draw(output_dir: Path, unit: str) -> None:
     """Writes curves.png next to metrics.jsonl: losses, learning rate, gradient norm, throughput, memory."""
+    from matplotlib import rcParams
     from matplotlib.backends.backend_agg import FigureCanvasAgg  # not pyplot, which may need a display
     from matplotlib.figure import Figure
+
+    rcParams["text.parse_math"] = False  # a name with $ is not a formula
 
     lines, run = read(output_dir / "metrics.jsonl"), output_dir / "run.json"
     if run.is_file():
@@ -114,9 +117,12 @@ def draw(output_dir: Path, unit: str) -> None:
             axes.set_ylim(0, 1.1 * max(values))
     skipped = max((line.get("skipped_updates") or 0 for line in lines), default=0)
     more = f", {skipped} skipped" if skipped else ""
-    figure.suptitle(f"{output_dir.resolve().name}: {len(lines):,} updates{more}")
+    name = output_dir.resolve().name.encode(errors="backslashreplace").decode()
+    figure.suptitle(f"{name}: {len(lines):,} updates{more}")
     unfinished = output_dir / "curves.png.partial"
-    figure.savefig(unfinished, format="png", dpi=100)
+    unfinished.unlink(missing_ok=True)  # a link there must not be followed
+    with open(unfinished, "xb") as file:
+        figure.savefig(file, format="png", dpi=100)
     unfinished.replace(output_dir / "curves.png")
 
 

@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Any
 
 from common.errors import reported_in_one_line
-from common.files import replace_text
+from common.files import open_to_append, replace_text
 from common.report import curves, drawing, trackers
 from common.report.records import to_json_line
 from common.report.terminal_bar import TerminalBar
@@ -40,7 +40,7 @@ def add_evaluation(progress: Any, metrics: dict[str, float]) -> None:
     record = first | metrics | others
     replace_text(path, "".join([*lines, to_json_line(record)]))
     progress.file.close()
-    progress.file = open(path, "a", buffering=1)
+    progress.file = open_to_append(path)
     trackers.log(progress, metrics, record["update"])
     print_evaluation(progress, record)
 

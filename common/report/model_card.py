@@ -7,10 +7,11 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from huggingface_hub import ModelCard, ModelCardData
+from huggingface_hub import ModelCardData
 
+from common.files import replace_text
 from common.models.saved_model import loading_call
-from common.redaction import redact
+from common.redaction import escape, redact
 
 # Tags of the hub's demo widgets, by the Auto class that loads the model.
 PIPELINE_TAGS = {
@@ -58,8 +59,8 @@ def write_model_card(directory: Path, run: dict[str, Any], model_class: str) -> 
 
         model = describe_adapter(directory)
     else:
-        model = f"`{json.loads((directory / 'config.json').read_text())['architectures'][0]}`"
-    origin = f"fine-tuned from `{base}`" if base else "trained from scratch"
+        model = _code(json.loads((directory / "config.json").read_text())["architectures"][0])
+    origin = f"fine-tuned from {_code(base)}" if base else "trained from scratch"
     length = f"{results['updates']:,} updates"
     if (best := results.get("best")) and best["is_model"]:
         update = int(best["checkpoint"].rpartition("-")[2])
@@ -68,7 +69,7 @@ def write_model_card(directory: Path, run: dict[str, Any], model_class: str) -> 
     data += [("trained on", run["data"]), ("held out", run["held_out"])]
     resumed = f", resumed at update {run['resumed_at']}" if run["resumed_at"] else ""
     parts = [
-        f"# {name}",
+        f"# {_text(name)}",
         f"{model}, {origin} in {length}; `{loading_call(directory, model_class, 'PATH')}` loads it.",
         "## Data",
         *(_list(part, text) for part, text in data if text),
@@ -83,14 +84,13 @@ def write_model_card(directory: Path, run: dict[str, Any], model_class: str) -> 
         "## Versions",
         ", ".join(f"{package} {version}" for package, version in run["versions"].items()),
     ]
-    text = redact(f"---\n{card}\n---\n\n" + _short("\n\n".join(parts)) + "\n")
-    ModelCard(text).save(directory / "README.md")
+    replace_text(directory / "README.md", redact(f"---\n{card}\n---\n\n" + _short("\n\n".join(parts)) + "\n"))
 
 
 def _metrics(run: dict[str, Any]) -> Iterator[tuple[str, str]]:
     """Yields name and value of each metric, including the loss of each separately evaluated held-out source."""
     sources = [entry["source"] for entry in run.get("held_out_sources") or []]
-    names = METRICS | {f"validation_loss/{source}": f"held-out loss of `{source}`" for source in sources}
+    names = METRICS | {f"validation_loss/{source}": f"held-out loss of {_code(source)}" for source in sources}
     for key, name in names.items():
         value = run["results"].get(key)
         if value or (value is not None and key not in HIDDEN_IF_0):
@@ -99,8 +99,8 @@ def _metrics(run: dict[str, Any]) -> Iterator[tuple[str, str]]:
 
 def _list(part: str, text: str) -> str:
     """Returns a list item for a part of the data; mixed data has a sub-item per source."""
-    first, *others = text.splitlines()
-    return "\n  - ".join([f"- {part}:", first, *map(str.strip, others)]) if others else f"- {part}: {text}"
+    first, *others = map(_text, text.split("\n"))
+    return "\n  - ".join([f"- {part}:", first, *map(str.strip, others)]) if others else f"- {part}: {first}"
 
 
 def _settings(run: dict[str, Any]) -> Iterator[str]:
@@ -115,15 +115,15 @@ def _settings(run: dict[str, Any]) -> Iterator[str]:
         if key not in hidden and value not in (None, []) and value is not False  # 0 is a value
     }
     given = {word.partition("=")[0] for command in run["commands"] for word in command}
-    if requested := {f"`{flag}`": f"`{words}`" for flag, words in settings.items() if flag in given}:
+    if requested := {_code(flag): _code(words) for flag, words in settings.items() if flag in given}:
         yield _table(requested)
     defaults = [f"{flag} {words}" for flag, words in settings.items() if flag not in given]
-    yield f"Defaults: {_code(defaults)}."
+    yield f"Defaults: {', '.join(map(_code, defaults))}."
 
 
 def _commands(run: dict[str, Any]) -> Iterator[str]:
     """Yields the distinct commands of all starts, in Markdown, and a note if the launcher is unknown."""
-    first, *others = dict.fromkeys(f"    {shlex.join(map(str, command))}" for command in run["commands"])
+    first, *others = dict.fromkeys(f"    {_line(shlex.join(map(str, command)))}" for command in run["commands"])
     yield first
     if others:
         yield "Continued by:"
@@ -140,8 +140,21 @@ def _short(text: str) -> str:
     return text
 
 
-def _code(names: list[str]) -> str:
-    return ", ".join(f"`{name}`" for name in names)
+def _line(text: str) -> str:
+    """Returns a text on one line, with control characters escaped."""
+    return escape(text).replace("\n", "\\n")
+
+
+def _text(text: str) -> str:
+    """Returns a text that Markdown shows as it is, without markup, links or HTML."""
+    return re.sub(r"[\\`*\[\]<>|~$&]", r"\\\g<0>", _line(text))
+
+
+def _code(text: str) -> str:
+    """Returns a text as inline code; it may contain backticks, and be a cell of a table."""
+    marks = "`" * (1 + max(map(len, re.findall("`+", text)), default=0))
+    space = " " * (len(marks) > 1)
+    return f"{marks}{space}{_line(text)}{space}{marks}".replace("|", r"\|")
 
 
 def _table(rows: dict[str, str]) -> str:

@@ -34,6 +34,7 @@ import numpy as np
 import torch
 from torch.profiler import profile, record_function, schedule
 
+from common.files import open_new
 from common.internals.torch import SCHEDULED_BACKWARD
 from common.parallel import liveness
 from common.process import this_process
@@ -140,6 +141,7 @@ def _write(run: Any, profiler: profile) -> None:
     directory.mkdir(parents=True, exist_ok=True)  # each host may have its own directory
     path = directory / f"trace-rank-{run.accelerator.process_index}.json.gz"
     unfinished = path.with_name("partial-" + path.name)
+    open_new(unfinished).close()
     profiler.export_chrome_trace(str(unfinished))
     os.replace(unfinished, path)
     if run.accelerator.is_main_process:

@@ -13,7 +13,7 @@ from torch.utils.data import DataLoader
 from tqdm.auto import tqdm
 
 from common.errors import UserError
-from common.files import find_lost_directory
+from common.files import find_lost_directory, open_to_append
 from common.process import this_process
 from common.report.records import to_json_line
 from common.report.totals import Totals
@@ -78,7 +78,7 @@ class Progress:
         self.accelerator, self.is_main, self.state = accelerator, accelerator.is_main_process, state
         self.output_dir, self.total, self.work, self.totals = output_dir, num_updates, work, Totals(state.training)
         # Line buffered, so that a killed run leaves complete lines.
-        self.file = open(output_dir / "metrics.jsonl", "a", buffering=1) if self.is_main else None
+        self.file = open_to_append(output_dir / "metrics.jsonl") if self.is_main else None
         self.display: Any = None
         if self.is_main and sys.stderr.isatty():
             from common.report.terminal_bar import TerminalBar

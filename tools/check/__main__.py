@@ -28,7 +28,7 @@ import torch.distributed as dist
 from common.command_parser import CommandParser
 from common.disk_errors import disk_line
 from common.errors import UserError, raise_errors
-from common.files import nearest_existing, why_not_writable, write_file
+from common.files import nearest_existing, replace_text, why_not_writable, write_file
 from common.host_memory import available_memory
 from common.parallel import liveness, rank_watch
 from common.parallel.launch import Launch, find_launch, runs_on_cpu, started_world_size
@@ -296,7 +296,7 @@ def main() -> None:
             status = [int(num_outliers > 0)]
             if args.json:
                 links = [{"ranks": pair, **link} for pair, link in sorted(figures["links"].items())]
-                args.json.write_text(json.dumps(redact(figures | {"links": links}), indent=1) + "\n")
+                replace_text(args.json, json.dumps(redact(figures | {"links": links}), indent=1) + "\n")
         if launch.num_processes > 1:
             dist.broadcast_object_list(status)
             liveness.wait_for_all()

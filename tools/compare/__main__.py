@@ -7,7 +7,7 @@ from pathlib import Path
 from common.command_parser import CommandParser
 from common.disk_errors import disk_line
 from common.errors import UserError, raise_errors
-from common.files import PARTIAL
+from common.files import PARTIAL, open_new
 from common.output import guard_output
 from common.packages import find_missing
 from tools.compare.runs import read_runs
@@ -55,7 +55,8 @@ def write(path: Path, text: bytes) -> None:
     """Writes a file completely or not at all. Raises UserError: the file could not be written."""
     unfinished = path.with_name(path.name + PARTIAL)
     try:
-        unfinished.write_bytes(text)
+        with open_new(unfinished) as file:
+            file.write(text)
         os.replace(unfinished, path)
     except OSError as error:
         unfinished.unlink(missing_ok=True)
