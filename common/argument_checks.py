@@ -7,7 +7,7 @@ from pathlib import Path
 from accelerate import Accelerator
 
 from common.errors import UserError, raise_errors
-from common.files import LOCK, PARTIAL, lock_output_dir, make_new_directory, nearest_existing, remove, why_not_writable
+from common.files import LOCK, PARTIAL, lock_output_dir, nearest_existing, remove, why_not_writable
 from common.models import adapters
 from common.training.batching import Samples, updates_per_epoch
 from common.training.process_grid import ProcessGrid
@@ -125,6 +125,8 @@ def make_output_dir(args: argparse.Namespace, accelerator: Accelerator, share: C
     path = Path(args.output_dir)
     try:
         if "--output_dir" not in given_flags() and not args.resume:
+            from common.output_dirs import make_new_directory
+
             path = Path(share(str(make_new_directory(path)) if accelerator.is_main_process else ""))
             if str(path) != args.output_dir:
                 accelerator.print(f"output directory {path}: another run has {args.output_dir}", flush=True)

@@ -2,12 +2,11 @@
 
 import errno
 import fcntl
-import itertools
 import os
 import shutil
 import tempfile
 from collections.abc import Iterable, Iterator
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from io import FileIO
 from pathlib import Path
 from typing import Any, TextIO
@@ -46,17 +45,6 @@ def open_new(path: Path, buffering: int = -1) -> Any:
 def open_to_append(path: Path) -> TextIO:
     """Opens a text file to which each line is written at once. Raises OSError: it is a link."""
     return open(path, "a", buffering=1, opener=lambda name, flags: os.open(name, flags | os.O_NOFOLLOW, 0o666))
-
-
-def refuse_links(directory: Path) -> None:
-    """Raises UserError: a link is where a run writes its files; the run would change files outside of the directory."""
-    for entry in os.scandir(directory) if directory.is_dir() else ():
-        if entry.is_symlink():
-            raise UserError(
-                f"{entry.path}: is a link to {os.readlink(entry.path)}; remove it, or use a new --output_dir"
-            )
-        if entry.is_dir() and directory.name != "checkpoints":  # a checkpoint is written under a new name
-            refuse_links(Path(entry.path))
 
 
 def write_file(path: Path, parts: Iterable[Any]) -> dict[str, Any]:
@@ -143,15 +131,6 @@ def complete_or_absent(
         raise UserError(disk_line(error, f"{directory} could not be written", directory.parent, 0, advice)) from error
 
 
-def make_new_directory(path: Path) -> Path:
-    """Creates and returns a new directory: `path`, path-2, path-3, ...; concurrent processes get different ones."""
-    path.parent.mkdir(parents=True, exist_ok=True)
-    for number in itertools.count(1):
-        directory = path if number == 1 else path.with_name(f"{path.name}-{number}")
-        with suppress(FileExistsError):
-            directory.mkdir()
-            return directory
-    raise AssertionError("unreachable")
 
 
 def find_lost_directory() -> Path | None:
@@ -168,7 +147,10 @@ def lock_output_dir(directory: Path) -> None:
     lock = this_process().output_locks.setdefault(directory.absolute(), FileLock(directory / LOCK))
     if lock.is_locked:
         return
-    refuse_links(directory)
+    if directory.is_dir() and any(directory.iterdir()):
+        from common.output_dirs import refuse_links
+
+        refuse_links(directory)
     try:
         lock.acquire(timeout=0)
     except Timeout:

@@ -39,8 +39,7 @@ class _Cleaned:
 
     def write(self, text: str) -> int:
         start = "\r" if text.startswith("\r") else ""
-        self._stream.write(start + cleaned(text[len(start) :]))
-        return len(text)
+        return self._stream.write(start + cleaned(text[len(start) :]))
 
     def writelines(self, lines: Any) -> None:
         self.write("".join(lines))

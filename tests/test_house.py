@@ -19,6 +19,7 @@ LAYERS = [
     "process",
     "output",
     "disk_errors",
+    "output_dirs",
     "files",
     "peak_memory",
     "host_memory",
