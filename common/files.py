@@ -131,8 +131,6 @@ def complete_or_absent(
         raise UserError(disk_line(error, f"{directory} could not be written", directory.parent, 0, advice)) from error
 
 
-
-
 def find_lost_directory() -> Path | None:
     """Returns an output directory that was deleted or moved although this process has locked it, or None."""
     taken = (directory for directory, lock in this_process().output_locks.items() if lock.is_locked)

@@ -4,11 +4,15 @@ import errno
 import io
 import logging
 import os
+import re
 import sys
 from contextlib import suppress
 from typing import Any
 
 from common.redaction import cleaned
+
+MOVES = re.compile(r"\r?(?:(?:\n|\x1b\[A)*\Z)?")  # a carriage return at the start; lines down or up, alone
+COLOURS = re.compile(r"\x1b\[[\d;]*m")  # of libraries, such as trackers
 
 
 class _Outliving(io.FileIO):
@@ -32,14 +36,14 @@ class _Outliving(io.FileIO):
 
 
 class _Cleaned:
-    """A text stream that cleans all that is written to it. Progress bars may start with a carriage return."""
+    """A text stream that cleans all that is written to it, and has no colours. Progress bars may move the cursor."""
 
     def __init__(self, stream: Any):
         self._stream = stream
 
     def write(self, text: str) -> int:
-        start = "\r" if text.startswith("\r") else ""
-        return self._stream.write(start + cleaned(text[len(start) :]))
+        start = MOVES.match(text)[0]  # type: ignore[index]  # it matches every text
+        return self._stream.write(start + cleaned(COLOURS.sub("", text[len(start) :])))
 
     def writelines(self, lines: Any) -> None:
         self.write("".join(lines))

@@ -15,7 +15,7 @@ ORDINARY = "true false none null default auto enabled disabled offline online".s
 VALUE = rf"(?!{re.escape(HIDDEN)})[^\s&'\",;]+?(?=:?(?:[\s&'\",;]|$))"
 PATTERNS = {
     # user:password@ and token@ in an address, or in a path derived from it; a password may contain @ and /
-    r"(:/{1,2})(?:[^\s/@:]*:\S*|[^\s/@]+)@": rf"\1{HIDDEN}@",
+    r"(:/{1,2})(?:[^\s/@:]{,200}:\S{,500}|[^\s/@]{1,500})@": rf"\1{HIDDEN}@",
     # token formats of the Hugging Face hub, GitHub, GitLab, OpenAI, Amazon, Google, Slack, npm, PyPI and others; JWT
     r"\b(?:(?:hf|gh[pousr]|api_org|npm|glpat|r8|gsk|[rs]k_live)[_-]\w{20,}|github_pat_\w{20,}"
     r"|(?:sk|nvapi|pypi|xai)-[\w-]{20,}|A[KS]IA[A-Z0-9]{16}\b|AIza[\w-]{30,}|ya29\.[\w-]{20,}|xox[a-z]-[\w-]{10,}"
@@ -26,10 +26,10 @@ PATTERNS = {
     rf"(?i)\b(authorization['\"]?\s*[:=]\s*['\"]?(?:(?:basic|bearer|token|digest)\s+)?){VALUE}": rf"\1{HIDDEN}",
     rf"(?i)\b(bearer\s+){VALUE}": rf"\1{HIDDEN}",
     # ?token=..., --api_key ..., HF_TOKEN=..., AccountKey=..., "password": "..."; password: ... at the end of a line
-    rf"(?i)((?:[?&;]|--)[\w.%-]*(?:{NAME}|(?<=[?&])code)['\"]?[= ,]+['\"]?){VALUE}": rf"\1{HIDDEN}",
-    rf"(?i)(?<![\w-])([\w.-]*(?!(?<=[=\s(,])key){NAME} ?= ?['\"]?){VALUE}": rf"\1{HIDDEN}",
+    rf"(?i)((?:[?&;]|(?<!-)--)[\w.%-]*(?:{NAME}|(?<=[?&])code)['\"]?[= ,]+['\"]?){VALUE}": rf"\1{HIDDEN}",
+    rf"(?i)(?<![\w.-])([\w.-]*(?!(?<=[=\s(,])key){NAME} ?= ?['\"]?){VALUE}": rf"\1{HIDDEN}",
     rf"(?i)(['\"][\w.-]*{NAME}['\"]\s*:\s*(['\"]))(?!\2|{re.escape(HIDDEN)})(?:(?!\2).)+": rf"\1{HIDDEN}",
-    rf"(?im)(?<![\w-])([\w.-]*(?!(?<=\s)key){NAME}:[ \t]+){VALUE}$": rf"\1{HIDDEN}",
+    rf"(?im)(?<![\w.-])([\w.-]*(?!(?<=\s)key){NAME}:[ \t]+){VALUE}$": rf"\1{HIDDEN}",
 }
 COMPILED = [(re.compile(pattern), replacement) for pattern, replacement in PATTERNS.items()]
 # All but tabs and ends of lines; terminals interpret them, and some of them reverse or hide text.

@@ -493,11 +493,17 @@ def test_what_leaves_a_process_has_no_secret_and_no_control_character(tmp_path, 
             raise ValueError("\n".join(IN_TEXTS))
         except ValueError:
             traceback.print_exc()
+        for kept in ("\r 5%|", "\n\n", "\33[A\33[A", "\r"):  # of progress bars
+            sys.stderr.write(kept)
+        sys.stderr.write("\33[1m\33[34mwandb\33[0m: done")
         sys.stdout.flush()
         sys.stderr.flush()
     logger.removeHandler(handler)
     outputs = capfd.readouterr()
     printed = outputs.out + outputs.err
+    moves = "\r 5%|\n\n\33[A\33[A\rwandb: done"
+    assert printed.endswith(moves)
+    printed = printed.removesuffix(moves)
     assert printed.count("true 1 cpu\n") == 4 and len(printed) > 4 * len(texts)
     write_run(tmp_path, {"status": "x", "arguments": dict(enumerate(texts)), "texts": texts, **{t: t for t in texts}})
     (tmp_path / "line").write_text(to_json_line({text: text for text in IN_TEXTS}))

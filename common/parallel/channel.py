@@ -59,6 +59,11 @@ def is_text(value: Any) -> bool:
     return isinstance(value, str) and value.isprintable() and 0 < len(value) <= 255
 
 
+def wait_until(deadline: float, channels: Sequence[Any]) -> list[Any]:
+    """Returns the channels and sockets that are ready, as soon as there is one or at the deadline."""
+    return wait(channels, max(0.0, deadline - time.monotonic()))
+
+
 class Channel:
     """A connection to a process of this launch; `multiprocessing.connection.wait` accepts it.
 
@@ -119,7 +124,7 @@ class Channel:
     def receive(self, seconds: float) -> dict[str, Any] | None:
         """Returns the next message, or None if it has not arrived completely within `seconds`; raises EOFError."""
         deadline = time.monotonic() + seconds
-        while wait([self], max(0.0, deadline - time.monotonic())):
+        while wait_until(deadline, [self]):
             if messages := self.read():
                 message, *self.unread = messages
                 return message
@@ -150,7 +155,8 @@ class Door:
         return self
 
     def __exit__(self, *_: object) -> None:
-        for channel in (*self.pending, self.server):
+        self.server.close()
+        for channel in self.pending:
             channel.close()
 
     def admit(self, deadline: float, others: Sequence[Any] = ()) -> tuple[list[tuple[Channel, dict[str, Any]]], list]:
@@ -159,7 +165,7 @@ class Door:
         Returns the new channels with their first messages, and those of `others` that are ready.
         """
         until = min([deadline, *(channel.until for channel in self.pending)])
-        ready = wait([self.server, *self.pending, *others], max(0.0, until - time.monotonic()))
+        ready = wait_until(until, [self.server, *self.pending, *others])
         admitted = []
         for channel in list(self.pending):
             try:

@@ -25,14 +25,23 @@ import socket
 import threading
 import time
 from datetime import timedelta
-from multiprocessing.connection import wait
 from typing import Any
 
 import torch.distributed as dist
 
 from common.errors import UserError
 from common.parallel import failures
-from common.parallel.channel import MOST_TEXT, TOKEN, Channel, Door, is_rank, is_single_host, is_text, launch_key
+from common.parallel.channel import (
+    MOST_TEXT,
+    TOKEN,
+    Channel,
+    Door,
+    is_rank,
+    is_single_host,
+    is_text,
+    launch_key,
+    wait_until,
+)
 from common.parallel.failures import LOST_STATUS, MISTAKE_STATUS
 from common.parallel.rank_store import RankStore
 from common.process import this_process
@@ -115,7 +124,8 @@ class RankWatch:
                     self._tell({"error": line})
                     raise UserError(line)
                 for channel, hello in door.admit(self.deadline)[0]:
-                    rank, host = hello.get("rank"), hello.get("host")
+                    rank: Any = hello.get("rank")
+                    host: Any = hello.get("host")
                     if is_rank(rank, size) and rank in missing and is_text(host):
                         _keep_alive(channel.socket)
                         self.peers[channel] = (rank, host)
@@ -146,7 +156,7 @@ class RankWatch:
         heard = dict.fromkeys(self.peers, now)  # time of the last message on each connection
         while self.peers or failure:
             until = next_beat if failure is None else min(next_beat, due)
-            ready: list[Any] = wait(list(self.peers), max(0.0, until - time.monotonic()))
+            ready = wait_until(until, list(self.peers))
             before, now = now, time.monotonic()
             if now - before > LATE or not this_process().in_loop:
                 heard = dict.fromkeys(self.peers, now)
