@@ -23,7 +23,7 @@ import pytest
 from recipe_server import TOOLS, kill_all
 
 ROOT = Path(__file__).resolve().parent.parent
-BIN = Path(sys.executable).parent
+BIN = Path(os.environ.get("PYTEST_REAL_PYTHON", sys.executable)).parent
 
 
 @pytest.fixture(scope="session", autouse=True)
@@ -40,8 +40,8 @@ def caches(tmp_path_factory):
 
 
 # The files that take longest come first, so that at the end no worker has one alone.
-LONG = """resume kills multi_node checkpoint modes benchmarks layouts plan docs slurm liveness token_budget stops
-    pipeline waits precision plan_limits adapters profile export_dtype launch""".split()
+LONG = """resume plan token_budget checkpoint plan_limits modes layouts kills benchmarks lm docs multi_node slurm
+    profile stops precision techniques adapters copies epochs launch meta liveness check""".split()
 
 
 # Of `make quick`, which skips what has not begun in time; there the long files come last.
@@ -173,6 +173,8 @@ def need(*packages):
 @functools.cache
 def quick_python():
     """A Python whose programs need not import torch first: see tests/recipe_server.py."""
+    if Path(sys.executable).parent != BIN:  # this program was itself started so
+        return sys.executable
     directory = tempfile.TemporaryDirectory()
     command = [BIN / "python", ROOT / "tests/recipe_server.py", directory.name]
     server = subprocess.Popen(command, env=base_env(), stdin=subprocess.PIPE, stdout=subprocess.PIPE)
@@ -198,16 +200,24 @@ def without(*packages):
     return {"PYTHONPATH": ROOT / "tests/without", "WITHOUT_PACKAGES": " ".join(packages)}
 
 
+def is_script(word):
+    """Whether it is the path of one of our own scripts, and not of a copy."""
+    return word.endswith(".py") and (ROOT / word).parent in (ROOT / "recipes", ROOT / "benchmarks", ROOT / "tests")
+
+
 def quickly(command):
-    """The words of a command, by `quick_python` where it is `accelerate launch` or one of our tools.
+    """The words of a command, by `quick_python` where it is `accelerate launch`, a tool, a recipe or a benchmark.
 
     `accelerate launch` goes by its other name, under which it does not import what else `accelerate` can do.
     """
     words = [str(part) for part in command]
     if words[:2] == [str(BIN / "accelerate"), "launch"]:
         return [quick_python(), str(BIN / "accelerate-launch"), *words[2:]]
-    if words[:2] == [str(BIN / "python"), "-m"] and words[2] in TOOLS:
-        return [quick_python(), *words[1:]]
+    if words[:1] == [str(BIN / "accelerate-launch")]:
+        return [quick_python(), *words]
+    if words[0] == str(BIN / "python"):
+        is_ours = words[2] in TOOLS if words[1] == "-m" else is_script(words[1])
+        return [quick_python() if is_ours else words[0], *words[1:]]
     return words
 
 

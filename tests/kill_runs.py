@@ -28,11 +28,15 @@ from pathlib import Path
 
 import psutil
 from conftest import ROOT, base_env, make_model_dir, quickly, specs_command, stdlib_functions, write_jsonl
+from running import children as children_of
+from running import program_of
 
 sys.path.insert(0, str(ROOT))
 
 from common.checkpoint.read import find_damage, list_checkpoints  # noqa: E402
 from common.report.tracking import versions  # noqa: E402
+
+KINDS = ["rank", "group", "launcher"]
 
 
 def sound_updates(out):
@@ -47,9 +51,11 @@ def num_lines(out):
 
 
 def descendants(process):
+    """All that a launcher started; of each client of tests/recipe_server.py also the process that it stands for."""
     try:
-        return psutil.Process(process.pid).children(recursive=True)
-    except psutil.Error:
+        started = children_of(process)
+        return [*dict.fromkeys([*started, *map(program_of, started)])]
+    except (psutil.Error, FileNotFoundError):
         return []
 
 
@@ -68,7 +74,7 @@ class Campaign:
         self.lost_checkpoints = self.hangs = 0
         self.lost_updates, self.steps, self.hit = [], [], set()
 
-    def start(self, out, resume, kill_in_save=None, to_words=lambda command: [str(part) for part in command]):
+    def start(self, out, resume, kill_in_save=None, to_words=quickly):
         self.sound_at_start = sound_updates(out)
         flags = [*self.args.flags, "--output_dir", out, "--save_every", self.args.save_every]
         flags += ["--num_updates", self.args.num_updates, *(["--resume"] if resume else [])]
@@ -101,7 +107,7 @@ class Campaign:
             process.wait()
 
     def run_to_the_end(self, out, resume, kill_in_save=None):
-        process = self.start(out, resume, kill_in_save, to_words=quickly)  # nobody looks at its processes
+        process = self.start(out, resume, kill_in_save)
         self.wait(process)
         assert process.returncode == 0, (self.directory / "log").read_text()
 
@@ -113,7 +119,10 @@ class Campaign:
         begun, seen = num_lines(out) if resume else 0, self.directory / "seen"
         before = () if resume else range(self.args.save_every + 1)  # nothing is lost there
         seen.unlink(missing_ok=True)
-        process, children = self.start(out, resume, step and [*step, str(seen)]), []
+        kind = "in a save" if step else self.random.choice(self.args.kinds)
+        # Workers of tests/recipe_server.py do not know their launcher, and would outlive it.
+        words = (lambda command: [str(part) for part in command]) if kind == "launcher" else quickly
+        process, children = self.start(out, resume, step and [*step, str(seen)], words), []
         deadline = time.monotonic() + self.args.timeout
         first, wait = None, self.random.uniform(0, self.args.window)
         while process.poll() is None and time.monotonic() < deadline and not seen.is_file():
@@ -127,10 +136,12 @@ class Campaign:
         if not (seen.is_file() if step else process.poll() is None):
             return False
         self.before = sound_updates(out), num_lines(out)
-        kind = "in a save" if step else self.random.choice(["rank", "group", "launcher"])
-        ranks = [child for child in children if is_child(child, process)]
-        self.random.shuffle(ranks)
-        for target in {"in a save": [], "rank": ranks[:1], "group": children, "launcher": [process]}[kind]:
+        targets = {"in a save": [], "group": children, "launcher": [process]}.get(kind)
+        if kind == "rank":
+            launcher = program_of(process)
+            ranks = [child for child in children if is_child(child, launcher)]
+            targets = [program_of(one) for one in self.random.sample(ranks, min(1, len(ranks)))]
+        for target in targets:
             with suppress(psutil.NoSuchProcess, ProcessLookupError):
                 target.kill()
         self.killed[kind] += 1
@@ -234,6 +245,7 @@ def main():
     parser.add_argument("--delay", type=float, default=0.03, help="seconds more an update")
     parser.add_argument("--window", type=float, default=1.5, help="seconds after the first update in which to kill")
     parser.add_argument("--timeout", type=float, default=300, help="seconds after which a run hangs")
+    parser.add_argument("--kinds", nargs="+", choices=KINDS, default=KINDS, help="what a random kill may kill")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--directory", help="(default: a temporary one)")
     args, args.flags = parser.parse_known_args()

@@ -4,10 +4,11 @@
 
 writes DIRECTORY/python, which is run as Python is. It hands its script or module, its environment and its streams to
 this server, which forks a process that is this program from its first line on. DIRECTORY/python passes signals on to
-that process and ends as it does; the link DIRECTORY/PID leads from its number to that of the process. So started,
-`accelerate launch` starts its workers in the same way. It is the real Python that runs where a forked process would
-differ: with an option, with another value of a variable that is read when a library is imported, for a library's
-script. A test that kills a launcher alone must take the real one itself: forked workers do not know their launcher.
+that process and ends as it does; the link DIRECTORY/PID leads from its number to that of the process. What such a
+process starts with its `sys.executable` starts in the same way: workers of a launcher, the planner of a dry run. The
+other programs of DIRECTORY are those beside the real Python. It is the real Python that runs where a forked process
+would differ: with most options, with another value of a variable that is read when a library is imported, for a
+library's script. A test that kills a launcher alone must take the real one itself: forked workers do not know theirs.
 The server ends when its stdin does.
 """
 
@@ -37,20 +38,24 @@ ASK_THE_GPU = ("bitsandbytes", "deepspeed", "peft")
 # How the names of variables begin that launchers, recipes and tests set, and that nothing reads when it is imported;
 # with a "=" it is the whole name. (DeepSpeed's accelerator is the one that it found here.)
 READ_WHEN_USED = tuple(
-    """ACCELERATE_ CHECK= CONFIG= CUDA_MODULE_ CUDA_VISIBLE_ DS_ACCELERATOR ENVIRONMENT= FSDP_ GLOO_SOCKET_ GROUP_
-    HF_TOKEN HOSTNAME= KMP_ LAUNCH_FLAGS= LOCAL_ MAIN_IP= MASTER_ MV2_ NCCL_DEBUG NODES= OLDPWD= OMPI_ PARALLELISM_
-    PATH PET_ PMI_ PORT=
-    PROCESSES PWD= PYTEST_ PYTHON= PYTHONPATH RANK ROLE_ SHLVL= SLURM SRUN_ TIMEOUT= TMPDIR= TOKENIZERS_PARALLELISM
-    TORCHELASTIC_ TORCH_NCCL_ TQDM_DISABLE WANDB_ WORLD_SIZE _=""".split()
+    """ACCELERATE_ CHECK= COMET_ CONFIG= CUDA_MODULE_ CUDA_VISIBLE_ DS_ACCELERATOR ENVIRONMENT= FSDP_ GLOO_SOCKET_
+    GROUP_ HF_ENDPOINT= HF_TOKEN HOSTNAME= KMP_ LAUNCH_FLAGS= LOCAL_ MAIN_IP= MASTER_ MV2_ NCCL_DEBUG NEPTUNE_ NODES=
+    OLDPWD= OMPI_ PARALLELISM_ PATH PET_ PMI_ PORT= PROCESSES PWD= PYTEST_ PYTHON= PYTHONPATH RANK ROLE_ SHLVL= SLURM
+    SRUN_ TIMEOUT= TMPDIR= TOKENIZERS_PARALLELISM TORCHELASTIC_ TORCH_NCCL_ TQDM_DISABLE WANDB_ WORLD_SIZE
+    XDG_CACHE_HOME= _= http_proxy=""".split()
 )
-TOOLS = ("tools.checkpoint", "tools.compare")  # the planner runs as a process of its own
+TOOLS = ("tools.check", "tools.checkpoint", "tools.compare", "tools.plan")
 CLIENT = """#!{python} -IS
 import json, os, signal, socket, sys
 
-words, env, usual = sys.argv[1:], dict(os.environ), {env!r}
-if is_unbuffered := words[:1] == ["-u"]:
-    del words[0]
-is_ours = words[:1] == ["-m"] and (words[1].startswith("common.") or words[1] in {tools!r})
+words, env, usual, options = sys.argv[1:], dict(os.environ), {env!r}, []
+while words[:1] in (["-u"], ["-P"]):
+    options.append(words.pop(0))
+if words[:2] == ["-m", "accelerate.commands.launch"]:
+    words[:2] = [{launcher!r}]
+is_ours = words[:1] == ["-m"] and words[1].startswith(("common.", "tools."))
+if words[:1] == [{launcher!r}]:  # which computes nothing itself, and sets the variable for its workers
+    usual["OMP_NUM_THREADS"] = env.get("OMP_NUM_THREADS")
 if words and not words[0].startswith("-"):
     is_ours = not words[0].startswith({libraries!r}) or os.path.basename(words[0]) == "accelerate-launch"
 other = [name for name in env.keys() | usual.keys() if env.get(name) != usual.get(name)]
@@ -66,7 +71,7 @@ blocked = [int(number) for number in signal.pthread_sigmask(signal.SIG_BLOCK, pa
 ignored = [int(number) for number in passed_on if signal.getsignal(number) == signal.SIG_IGN]
 for number in passed_on:  # also one that is ignored: a program may have reasons to change that
     signal.signal(number, lambda number, _: server.send(bytes([number])))
-request = json.dumps([os.getpid(), blocked, ignored, is_unbuffered, words, os.getcwd(), env]).encode()
+request = json.dumps([os.getpid(), blocked, ignored, options, words, os.getcwd(), env]).encode()
 socket.send_fds(server, [len(request).to_bytes(4, "big")], [0, 1, 2])
 server.sendall(request)
 signal.pthread_sigmask(signal.SIG_UNBLOCK, passed_on)
@@ -76,6 +81,11 @@ if status < 0:
         signal.signal(-status, signal.SIG_DFL)
     os.kill(os.getpid(), -status)
 os._exit(status)
+"""
+ACCELERATE = """#!/bin/sh
+[ "$1" = launch ] || exec {python} -m accelerate.commands.accelerate_cli "$@"
+shift
+exec "$(dirname "$0")/python" {launcher} "$@"
 """
 
 
@@ -118,11 +128,16 @@ def import_all():
 
 
 def write_client(directory, env, env_of_imports):
+    beside = Path(sys.executable).parent
     facts = {"python": sys.executable, "socket": f"{directory}/socket", "libraries": sys.prefix + os.sep}
-    facts |= {"tools": TOOLS, "env": env, "read_when_used": (*READ_WHEN_USED, *env_of_imports)}
-    path = directory / "python"
-    path.write_text(CLIENT.format(**facts))
-    path.chmod(0o700)
+    facts |= {"launcher": str(beside / "accelerate-launch")}
+    facts |= {"env": env, "read_when_used": (*READ_WHEN_USED, *env_of_imports)}
+    for name, text in {"python": CLIENT.format(**facts), "accelerate": ACCELERATE.format(**facts)}.items():
+        (directory / name).write_text(text)
+        (directory / name).chmod(0o700)
+    for path in beside.iterdir():
+        if not (directory / path.name).exists():
+            (directory / path.name).symlink_to(path)
 
 
 def kill_all(processes):
@@ -238,7 +253,7 @@ def set_signals(blocked, ignored):
     signal.pthread_sigmask(signal.SIG_SETMASK, blocked)
 
 
-def become(directory, paths, pid, blocked, ignored, is_unbuffered, words, cwd, env):
+def become(directory, paths, pid, blocked, ignored, options, words, cwd, env):
     """The program that a new Python with these words would be, started by a process."""
     os.setsid()
     enter_namespaces_of(pid)
@@ -247,16 +262,16 @@ def become(directory, paths, pid, blocked, ignored, is_unbuffered, words, cwd, e
     os.environ.clear()
     os.environ.update(env)
     be_child_of(pid)
-    if Path(words[0]).name in ("accelerate-launch", "meet.py"):
-        sys.executable = f"{directory}/python"  # which it starts its workers with
+    os.environ["PYTEST_REAL_PYTHON"], sys.executable = sys.executable, f"{directory}/python"
     for stream in (sys.stdout, sys.stderr):
-        stream.reconfigure(write_through=is_unbuffered)
+        stream.reconfigure(write_through="-u" in options)
     is_module = words[0] == "-m"
-    place = Path(cwd) if is_module else Path(words[0]).resolve().parent
-    if not place.is_relative_to(ROOT):  # a copy may have a common/ of its own
+    places = [] if "-P" in options else [str(Path(cwd) if is_module else Path(words[0]).resolve().parent)]
+    places += filter(None, env.get("PYTHONPATH", "").split(os.pathsep))
+    if places and not Path(places[0]).is_relative_to(ROOT):  # a copy may have a common/ of its own
         for name in [name for name in sys.modules if name.partition(".")[0] in ("common", "tools")]:
             del sys.modules[name]
-    sys.path[:] = [str(place), *filter(None, env.get("PYTHONPATH", "").split(os.pathsep)), *paths]
+    sys.path[:] = [*places, *paths]
     sys.argv = words[is_module:]
     try:
         if is_module:

@@ -187,6 +187,6 @@ def test_a_rate_that_spoils_the_weights_and_a_single_skip(rows, tmp_path):
 
 def test_tqdm_disable_silences_the_bar(rows, tmp_path):
     """In a Python of its own: tqdm reads its variables when it is imported."""
-    command = [BIN / "python", "recipes/lm.py", *text_flags(rows, tmp_path / "run")]
+    command = [BIN / "python", "-B", "recipes/lm.py", *text_flags(rows, tmp_path / "run")]
     result = run(command, CUDA_VISIBLE_DEVICES="", TQDM_DISABLE=1)
     assert result.returncode == 0 and "/1 [" not in result.stderr, told(result)

@@ -9,7 +9,7 @@ import statistics
 import sys
 
 import pytest
-from conftest import BIN, ROOT, quick_python, run, without
+from conftest import BIN, ROOT, base_env, quick_python, run, without
 
 sys.path.append(str(ROOT / "benchmarks"))
 
@@ -203,13 +203,11 @@ def test_the_page_of_the_fine_tuning_rates_is_made_from_its_measurements():
 def test_the_sweep_of_the_default_rates_runs(defaults, tmp_path, monkeypatch, capfd):
     """Two runs of two updates, through the launcher; then none, since they are there."""
     module, _ = defaults
-    launcher = tmp_path / "bin/accelerate"
-    launcher.parent.mkdir()
-    launcher.write_text(f'#!/bin/sh\nshift\nexec {quick_python()} {BIN}/accelerate-launch "$@"\n')
-    launcher.chmod(0o755)
     command = ["defaults.py", "--quick", "--output_dir", tmp_path, "--work_dir", tmp_path / "runs"]
     monkeypatch.setattr(sys, "argv", [str(word) for word in command])
-    monkeypatch.setattr(sys, "executable", str(launcher.with_name("python")))
+    monkeypatch.setattr(sys, "executable", quick_python())
+    for name, value in base_env().items():
+        monkeypatch.setenv(name, value)
     module.main()
     finished = capfd.readouterr()
     (case,) = json.loads((tmp_path / "defaults-cpu.json").read_text())["cases"]

@@ -30,7 +30,7 @@ def test_what_is_advised_lives_under_a_limit_and_too_much_dies(tmp_path):
 
     @cache
     def advice(limit):
-        planned = limited(limit, BIN / "python", "recipes/lm.py", *flags, "--plan")
+        planned = limited(limit, BIN / "python", "-m", "tools.plan", "recipes/lm.py", *flags)
         assert planned.status == 0, planned.output
         found = re.search(r"^ +(accelerate launch .*)$", planned.output, re.MULTILINE)
         assert found or "nothing fits" in planned.output

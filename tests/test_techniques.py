@@ -12,7 +12,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from conftest import ROOT, assert_mistake, base_env, run
+from conftest import ROOT, assert_mistake, base_env, quickly, run
 from torch.utils.flop_counter import FlopCounterMode
 
 sys.path.append(str(ROOT / "benchmarks"))
@@ -29,7 +29,7 @@ def measured(tmp_path_factory):
     """A smoke run of a language model that is stopped after its first arm, and goes on: (folders, first run, all)."""
     folder, work = tmp_path_factory.mktemp("results"), tmp_path_factory.mktemp("work")
     command = [*COMMAND, "--quick", "--recipe", "lm", "--rounds", "1", "--output_dir", folder, "--work_dir", work]
-    command += ["--arms", "plain", "sorted", "chunked", "tf32"]
+    command = quickly([*command, "--arms", "plain", "sorted", "chunked", "tf32"])
     options = {"cwd": ROOT, "env": base_env(), "stderr": subprocess.PIPE, "text": True, "process_group": 0}
     # A shell's background jobs, which tests may be, ignore the signal, and hand that on.
     before = signal.signal(signal.SIGINT, signal.default_int_handler)
