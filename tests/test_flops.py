@@ -48,7 +48,7 @@ def counted(rows, tmp_path_factory):
         "padded": ("lm", [*PROMPTS, "--micro_batch_size", 4]),
     }
     runs = [
-        (own_flags(recipe, rows, out / name, *more), {"count_products": str(out / f"{name}.json")}, recipe)
+        (own_flags(recipe, rows, out / name, *more), FLOPS | {"count_products": str(out / f"{name}.json")}, recipe)
         for name, (recipe, more) in cases.items()
     ]
     run_specs("lm", runs, out)
@@ -78,13 +78,14 @@ def one_process(rows, tmp_path_factory):
     """Four updates, and the last two of them once more after a resume."""
     out = tmp_path_factory.mktemp("one")
     flags = own_flags("lm", rows, out / "run", *LONGER)
-    run_specs("lm", [(flags, {})], out)
+    run_specs("lm", [(flags, FLOPS)], out)
     before = (out / "run/metrics.jsonl").read_text().splitlines()
     shutil.rmtree(out / "run/checkpoints/update-000004")
-    run_specs("lm", [([*flags, "--resume"], {})], out)
+    run_specs("lm", [([*flags, "--resume"], FLOPS)], out)
     return before, out / "run"
 
 
+FLOPS = {"flops": 1}
 LONGER = ["--shape", "examples", "--num_updates", 4, "--save_every", 2, "--micro_batch_size", 2]
 
 
@@ -107,7 +108,7 @@ def test_a_resumed_runs_lines_are_those_of_one_that_went_on(one_process):
 )
 def test_processes_that_share_the_work_tell_the_whole_models(config, recipe, has_rate, one_process, rows, tmp_path):
     """A share only where the config is for this machine: without its GPUs, a speed says nothing."""
-    run_specs(recipe, [(own_flags(recipe, rows, tmp_path / "run", *LONGER), {})], tmp_path, config)
+    run_specs(recipe, [(own_flags(recipe, rows, tmp_path / "run", *LONGER), FLOPS)], tmp_path, config)
     lines = read_metrics(tmp_path / "run")
     assert per_token(lines) == pytest.approx(per_token(read_metrics(one_process[1])), rel=1e-12)
     assert all(("share_of_rate" in line) == has_rate for line in lines)

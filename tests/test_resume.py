@@ -149,6 +149,8 @@ def recipes_of(config):
 def run_matrix(config, recipes, data, tmp_path, first=None, second=None):
     """Each recipe runs as a whole, then goes on from a copy of what it had saved; all in one launch.
 
+    With one config they count their FLOPs, which comes between the resume and the first update.
+
     first, second: changes of tests/run_recipe.py for the two runs.
     """
     alone = ("cpu", "single_gpu", "sequence_parallel", "tensor_parallel", "pipeline")
@@ -157,8 +159,9 @@ def run_matrix(config, recipes, data, tmp_path, first=None, second=None):
     runs, own = [], recipes_of(config)
     for recipe in recipes:
         whole, again = str(tmp_path / recipe), str(tmp_path / f"{recipe}-again")
-        runs.append((flags(own[recipe], data, whole, shares), first or {}, recipe.partition("-")[0]))
-        changes = {"copy_run": [whole, again, SAVED], **(second or {})}
+        counted = {"flops": 1} if config == "cpu_bf16" else {}
+        runs.append((flags(own[recipe], data, whole, shares), counted | (first or {}), recipe.partition("-")[0]))
+        changes = counted | {"copy_run": [whole, again, SAVED], **(second or {})}
         runs.append((flags(own[recipe], data, again, shares, "--resume"), changes, recipe.partition("-")[0]))
     run_specs("all", runs, tmp_path, config, *CONFIGS[config])
 
