@@ -18,7 +18,7 @@ from safetensors import safe_open
 
 from common.checkpoint.format import DTYPE_NAMES, DTYPES, FORMAT, MANIFEST, hash_of
 from common.checkpoint.training_state import TrainingState
-from common.errors import UserError, one_line
+from common.errors import UserError, as_user_error, one_line
 from common.files import PARTIAL, remove
 from common.training.optimizers import OPTIMIZERS
 
@@ -47,13 +47,13 @@ def read_manifest(directory: Path) -> dict[str, Any]:
     except OSError as error:
         raise UserError(f"{MANIFEST}: {error.strerror}") from error
     except (UserError, ValueError, RecursionError) as error:
-        raise UserError(f"{MANIFEST} is damaged: {error}") from error
+        raise UserError(f"{MANIFEST} is damaged: {one_line(error)}") from error
     if not isinstance(manifest, dict) or manifest.get("sha256") != hash_of(manifest):
         raise UserError(f"{MANIFEST} is damaged: its own SHA-256 differs")
     try:
         _check_manifest(manifest)
-    except (KeyError, TypeError, AttributeError, AssertionError) as error:
-        raise UserError(f"{MANIFEST} is malformed: {one_line(error)}") from error
+    except Exception as error:  # the type depends on the forged value
+        raise as_user_error(error, MANIFEST, "use an earlier checkpoint") from error
     return manifest
 
 
@@ -63,7 +63,7 @@ def require(condition: bool, problem: str) -> None:
 
 
 def is_number(value: Any, least: int = 0) -> bool:
-    return isinstance(value, int) and not isinstance(value, bool) and value >= least
+    return isinstance(value, int) and not isinstance(value, bool) and least <= value < 2**63
 
 
 def _is_total(value: Any) -> bool:
@@ -86,7 +86,9 @@ def _check_manifest(manifest: dict[str, Any]) -> None:
     state, identity = TrainingState.of(manifest), manifest["identity"]
     is_valid = state.update == manifest["update"] and is_number(state.samples)
     is_valid &= is_number(state.validation_since) and isinstance(identity.get("validation"), str | None)
-    is_valid &= is_number(state.skipped_updates) and is_number(state.skipped_in_a_row)
+    counts = state.skipped_updates, state.skipped_in_a_row, state.evaluations_since_best
+    is_valid &= all(map(is_number, counts))
+    is_valid &= all(isinstance(manifest.get(name, {}), dict) for name in ("versions", "scaler", "training"))
     for loss in (state.best_validation_loss, state.validation_loss):
         is_valid &= loss is None or isinstance(loss, float)
     is_valid &= all(isinstance(run, str) for run in state.tracker_runs.values())
@@ -223,7 +225,7 @@ class Reader:
             name = f"rank-{number:05}"
             try:
                 self._add_rank(name)
-            except (UserError, ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
+            except Exception as error:  # the type depends on the forged value
                 raise UserError(f"{name}.json is malformed: {one_line(error)}") from error
         for name, (_, shape) in self.tensors.items():
             _check_cover(name, shape, self._parts[name])

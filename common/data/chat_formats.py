@@ -8,7 +8,7 @@ from common.data.messages import history_of, with_system
 from common.data.row_texts import text_of
 from common.data.source_types import Corpus, Row, Source
 from common.data.sources import PAIR, names_decide
-from common.errors import UserError
+from common.errors import UserError, reading
 
 CONVERSATIONS = ("conversations", "conversation")  # column names of ShareGPT
 ALPACA = ("instruction", "output")  # some rows also have an `input`
@@ -45,11 +45,12 @@ def with_known_format(corpus: Corpus, source: Source, shape: str | None, has_tem
 
     def rows(_: tuple[str, ...], whole_files: bool) -> Iterator[Row]:
         for row in corpus.rows(used + optional, whole_files):
-            if column is None:
-                values = _instructed(row, has_template)
-            else:
-                messages = row.values.get(column) if column == "messages" else _messages(row, column)
-                values = {"messages": with_system(row, messages) if isinstance(messages, list) else messages}
+            with reading(row.where):
+                if column is None:
+                    values = _instructed(row, has_template)
+                else:
+                    messages = row.values.get(column) if column == "messages" else _messages(row, column)
+                    values = {"messages": with_system(row, messages) if isinstance(messages, list) else messages}
             yield row._replace(values=values | {name: row.values[name] for name in ("tools",) if name in row.values})
 
     return replace(corpus, columns=columns, rows=rows, identity=identity)
@@ -66,8 +67,9 @@ def _messages(row: Row, column: str) -> list[dict[str, Any]]:
             messages.append(turn)
             continue
         who, content = turn.get("from"), turn.get("value")
-        if who not in ROLES or not isinstance(content, str):
-            problem = f"a turn from {who!r}" if who not in ROLES else f"a turn of {who} whose value is no text"
+        is_known = isinstance(who, str) and who in ROLES
+        if not is_known or not isinstance(content, str):
+            problem = f"a turn from {who!r}" if not is_known else f"a turn of {who} whose value is no text"
             raise UserError(f"{row.where}: column {column} has {problem}; known are {', '.join(ROLES)}; fix the row")
         others = {key: value for key, value in turn.items() if key not in ("from", "value", "role")}
         messages.append({"role": ROLES[who]} | others | {"content": content})

@@ -17,7 +17,7 @@ from common.data.messages import Chat, Message, arguments_of, function_names, re
 from common.data.row_texts import utf8_length
 from common.data.source_types import Row
 from common.data.tokenizer import Encoded, encode_plain
-from common.errors import UserError, one_line
+from common.errors import UserError, one_line, reading
 
 GENERATION_TAG = re.compile(r"\{%-?\s*generation\s*-?%\}")  # begins the assistant's text in a chat template
 CHATML = Path(__file__).with_name("chatml.jinja")
@@ -61,9 +61,12 @@ def encode_chats(
         )
     if not tokenizer.is_fast:
         raise UserError(f"{type(tokenizer).__name__} has no character offsets of tokens; use a fast tokenizer")
-    chats = [read_chat(row, column, counts) for row in batch]
+    chats, written = [], []
+    for row in batch:
+        with reading(row.where):
+            chats.append(read_chat(row, column, counts))
+            written.append(_write(chats[-1], tokenizer, counts))
     counts["chats"] += len(chats)
-    written = [_write(chat, tokenizer, counts) for chat in chats]
     encoded = encode_plain(tokenizer, [text for text, _ in written], return_offsets_mapping=True)
     for chat, (text, spans), ids, offsets in zip(
         chats, written, encoded["input_ids"], encoded["offset_mapping"], strict=True

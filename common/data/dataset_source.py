@@ -10,7 +10,7 @@ from datasets import ClassLabel, load_dataset_builder
 from common.data.hub import is_saved, load_split
 from common.data.source_types import FILE_TYPES, Corpus, Row, Source, file_type
 from common.data.table_readers import with_class_names
-from common.errors import UserError, one_line
+from common.errors import UserError, one_line, reading
 from common.internals.datasets import content_hash
 
 logger = logging.getLogger(__name__)
@@ -28,10 +28,11 @@ def open_dataset(source: Source) -> Corpus:
         # Unused columns, such as images, are not read from disk.
         columns = dataset.select_columns([name for name in wanted if name in dataset.column_names])
         for start in range(0, len(columns), 64):
-            batch = columns[start : start + 64]
+            with reading(f"{where}[{start}:{start + 64}]", "fix or replace the dataset"):
+                batch = columns[start : start + 64]
             for offset, values in enumerate(zip(*batch.values(), strict=True)):
                 row = dict(zip(batch, values, strict=True))
-                yield Row(f"{where}[{start + offset}]", with_class_names(row, classes))
+                yield with_class_names(f"{where}[{start + offset}]", row, classes)
 
     identity = [where, content_hash(dataset), len(dataset)]
     return Corpus(where, identity, tuple(dataset.column_names), rows, classes, unused)

@@ -56,7 +56,9 @@ def is_wanted(message: Message, where: str) -> bool | None:
 def messages_of(row: Row, column: str = "messages", counts: Counter | None = None) -> list[Message]:
     """Returns the messages of a column in the single format of this module."""
     messages = row.values.get(column)
-    if not isinstance(messages, list) or not all(isinstance(m, dict) and "role" in m for m in messages):
+    if not isinstance(messages, list) or not all(
+        isinstance(m, dict) and isinstance(m.get("role"), str) for m in messages
+    ):
         raise UserError(f'{row.where}: column {column} is not a list of {{"role": ..., "content": ...}}; fix the row')
     # Parquet gives each message the keys of all messages, with nulls; templates test whether a key is present.
     present = [
@@ -124,7 +126,8 @@ def _called(message: Message) -> Message:
 
 def arguments_of(messages: list[Message]) -> list[dict[str, Any]]:
     """Returns the arguments of all tool calls; arguments that are not objects are omitted."""
-    calls = (call for message in messages for call in message.get("tool_calls") or () if isinstance(call, dict))
+    lists = (calls for message in messages if isinstance(calls := message.get("tool_calls"), list))
+    calls = (call for calls in lists for call in calls if isinstance(call, dict))
     functions = (call["function"] if isinstance(call.get("function"), dict) else call for call in calls)
     return [call["arguments"] for call in functions if isinstance(call.get("arguments"), dict)]
 

@@ -1,9 +1,11 @@
 """Loads the tokenizer of a pretrained model."""
 
+import math
+
 from transformers import AutoTokenizer, PreTrainedTokenizerBase
 
 from common.data.hub import locate_pretrained
-from common.errors import UserError, one_line
+from common.errors import UserError, one_line, reading
 
 
 def load(name_or_path: str, trust_remote_code: bool, needs_end_of_text: bool) -> PreTrainedTokenizerBase:
@@ -18,6 +20,13 @@ def load(name_or_path: str, trust_remote_code: bool, needs_end_of_text: bool) ->
     except Exception as error:  # one of a dozen types, depending on the missing file
         reason = problem or f"cannot be loaded; save it there (tokenizer.save_pretrained): {one_line(error)}"
         raise UserError(f"tokenizer {name_or_path}: {reason}") from error
+    files = f"tokenizer {name_or_path}: one of its files"
+    with reading(files, "save it there again (tokenizer.save_pretrained)"):
+        if not isinstance(tokenizer.chat_template, str | dict | None):
+            raise TypeError(f"chat_template is a {type(tokenizer.chat_template).__name__}")
+        if not 0 < tokenizer.model_max_length < math.inf:
+            raise ValueError(f"model_max_length is {tokenizer.model_max_length}")
+        tokenizer(["a"], truncation=True, max_length=8)
     # If the tokenizer's files are missing, transformers returns an empty tokenizer.
     if len(tokenizer.get_vocab()) <= len(tokenizer.get_added_vocab()):
         raise UserError(f"tokenizer {name_or_path}: its files are missing; save it there (tokenizer.save_pretrained)")

@@ -1,4 +1,4 @@
-"""Reads the rows of text files and JSON Lines, compressed or not."""
+"""Decodes files, compressed or not, and reads the rows of JSON Lines."""
 
 import codecs
 import itertools
@@ -55,23 +55,6 @@ def decode(path: str, size: int | None = None) -> Iterator[str]:
                 raise UserError(f"{path}: not UTF-8 at byte offset {location}; save the file as UTF-8") from error
             if text:
                 yield text
-
-
-def read_pieces(path: str, text_column: str) -> Iterator[Row]:
-    """Yields the file as one document, in several rows if it is large."""
-    previous = None
-    for text in decode(path, PIECE_BYTES):
-        if previous is not None:
-            yield Row(path, {text_column: previous}, continues=True)
-        previous = text
-    if previous is not None:
-        yield Row(path, {text_column: previous})
-
-
-def read_lines(path: str, text_column: str) -> Iterator[Row]:
-    for number, line in enumerate(decode(path), 1):
-        if line.strip():
-            yield Row(f"{path}, line {number}", {text_column: line.rstrip("\r\n")})
 
 
 def read_json_lines(path: str) -> Iterator[Row]:

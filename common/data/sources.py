@@ -13,7 +13,7 @@ from dataclasses import replace
 from pathlib import Path
 
 from common.data.source_types import FILE_TYPES, Corpus, Row, Source, expand, file_type
-from common.errors import UserError, missing_column, one_line, raise_errors
+from common.errors import UserError, as_user_error, missing_column, raise_errors
 
 PAIR = ("prompt", "completion")
 
@@ -68,12 +68,14 @@ def _read_file(
     path: str, text_column: str, wanted: tuple[str, ...] | None, whole_files: bool, unused: Counter[str]
 ) -> Iterator[Row]:
     """Yields the rows of a file, with all columns if `wanted` is None; raises UserError if it has no readable rows."""
-    from common.data.readers import read_json_lines, read_lines, read_pieces  # the embedded corpus does not need them
-
     extension = file_type(path)[0]
     if extension == ".txt":
+        from common.data.text_readers import read_lines, read_pieces
+
         reader = read_pieces(path, text_column) if whole_files else read_lines(path, text_column)
     elif extension == ".jsonl":
+        from common.data.readers import read_json_lines
+
         reader = read_json_lines(path)
     else:
         from common.data.table_readers import read_table
@@ -83,8 +85,8 @@ def _read_file(
     try:
         for row in reader:
             yield row
-    except (EOFError, OSError) as error:
-        raise UserError(f"{path}: cannot be read or unpacked ({one_line(error)}); replace it") from error
+    except Exception as error:  # the type depends on the library and on the damage
+        raise as_user_error(error, f"{path}: after {row.where}" if row else path, "replace the file") from error
     if row is None:
         raise UserError(f"{path}: the file holds no row; leave it out or fill it")
 

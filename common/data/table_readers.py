@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 from common.data.readers import JSON, PIECE_BYTES, check_object, decode, open_binary, read_json_lines, repeated
 from common.data.source_types import Row, file_type
-from common.errors import UserError, missing_column, one_line
+from common.errors import UserError, missing_column, one_line, reading
 
 if TYPE_CHECKING:
     import pyarrow  # at run time imported only for a Parquet file, because its import is slow
@@ -91,7 +91,7 @@ def _read_parquet(path: str, wanted: tuple[str, ...] | None, unused: Counter[str
             for batch in file.iter_batches(batch_size=64, columns=columns):
                 for values in batch.to_pylist():
                     number += 1
-                    yield Row(f"{path}, row {number}", with_class_names(values, classes))
+                    yield with_class_names(f"{path}, row {number}", values, classes)
     except UnicodeDecodeError as error:
         raise UserError(f"{path}, after row {number}: text that is not UTF-8 ({error.reason}); fix it") from error
     except pyarrow.ArrowException as error:
@@ -102,23 +102,31 @@ def read_classes(path: str) -> dict[str, list[str]]:
     """Returns the class names of each ClassLabel column of a Parquet file."""
     import pyarrow.parquet
 
-    return _classes_of(pyarrow.parquet.read_schema(path))
+    with reading(path, "replace the file"):
+        return _classes_of(pyarrow.parquet.read_schema(path))
 
 
 def _classes_of(schema: "pyarrow.Schema") -> dict[str, list[str]]:
     """Returns the class names of each ClassLabel column, from the metadata that `datasets` adds to a Parquet schema."""
     facts = json.loads((schema.metadata or {}).get(b"huggingface", b"{}"))
     features = (facts.get("info") or {}).get("features") or {}
-    return {
-        column: feature["names"]
-        for column, feature in features.items()
-        if isinstance(feature, dict) and feature.get("_type") == "ClassLabel"
-    }
+    labels = {name: kind for name, kind in features.items() if isinstance(kind, dict)}
+    classes = {name: kind["names"] for name, kind in labels.items() if kind.get("_type") == "ClassLabel"}
+    for column, names in classes.items():
+        if not isinstance(names, list) or not all(isinstance(name, str) for name in names):
+            raise ValueError(f"the class names of column {column} are not a list of texts")
+    return classes
 
 
-def with_class_names(values: dict[str, Any], classes: dict[str, list[str]]) -> dict[str, Any]:
-    """Returns the values with class names instead of class numbers; None for hidden labels, which are negative."""
-    named = {column: values[column] for column in classes.keys() & values.keys()}
-    return values | {
-        column: None if number is None or number < 0 else classes[column][number] for column, number in named.items()
-    }
+def with_class_names(where: str, values: dict[str, Any], classes: dict[str, list[str]]) -> Row:
+    """Returns the row with class names instead of class numbers; None for hidden labels, which are negative.
+
+    Raises UserError if a value is not the number of a class.
+    """
+    named = {}
+    for column in classes.keys() & values.keys():
+        number, names = values[column], classes[column]
+        if number is not None and not (isinstance(number, int) and number < len(names)):
+            raise UserError(f"{where}: column {column} is {number!r}, not a class number < {len(names)}; fix the row")
+        named[column] = None if number is None or number < 0 else names[number]
+    return Row(where, values | named)

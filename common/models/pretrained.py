@@ -1,13 +1,10 @@
 """Reads the configuration and the weights of a pretrained model, and checks that the model can be used."""
 
 import copy
-import json
 from pathlib import Path
-from pickle import UnpicklingError
 from typing import Any
 
 import torch
-from safetensors import SafetensorError
 from transformers import (
     MODEL_FOR_MASKED_LM_MAPPING,
     AutoConfig,
@@ -24,8 +21,10 @@ from common.data.hub import locate_pretrained
 from common.errors import UserError, one_line, shorten
 from common.internals.transformers_uncommon import has_model, keep_untied, read_matrices_in
 from common.models import tied_weights
+from common.models.config_checks import build_checked, check_generation
 from common.models.single_copy import holds_weights
 from common.models.untrained import build_untrained, empty_model, make_ready
+from common.training.out_of_memory import is_out_of_memory
 
 # Names for the models of an Auto class, for messages.
 JOBS = {
@@ -53,8 +52,8 @@ def load_config(
             f"--model_name_or_path {name_or_path}: it is an adapter; make a whole model of it (python -m "
             "tools.checkpoint export CHECKPOINT DIR --merge), or name its base"
         )
-    if not _is_object(Path(name) / "generation_config.json"):
-        raise UserError(f"--model_name_or_path {name_or_path}: its generation_config.json is no JSON object; remove it")
+    location = f"--model_name_or_path {name_or_path}"
+    check_generation(Path(name), location)
     remote = model_class.__name__ in (getattr(config, "auto_map", None) or {})
     if not has_model(model_class, config) and not remote:
         kind = JOBS.get(model_class, model_class.__name__)
@@ -66,24 +65,10 @@ def load_config(
             f"--model_name_or_path {name_or_path}: this {config.model_type} is not causal: it attends to the tokens it "
             'predicts; set "is_decoder": true in its config.json, or use a causal model'
         )
+    model = build_checked(config, location, trust_remote_code, model_class)
     if getattr(config, "tie_word_embeddings", False):
-        try:
-            model = empty_model(copy.deepcopy(config), trust_remote_code, model_class)
-        except Exception as error:  # the type depends on the invalid value
-            reason = f"transformers cannot build the model of its config.json: {one_line(error)}"
-            raise UserError(f"--model_name_or_path {name_or_path}: {reason}") from error
         tied_weights.follow_files(config, model, tied_weights.find_untied(where, model))
     return config
-
-
-def _is_object(path: Path) -> bool:
-    """Returns whether a file contains a JSON object or cannot be read; for example, it may be missing."""
-    try:
-        return isinstance(json.loads(path.read_bytes()), dict)
-    except OSError:
-        return True
-    except ValueError:
-        return False
 
 
 def build_model(
@@ -139,9 +124,11 @@ def _load(
         if "quantization_config" in options:
             quantization.keep_weights(model)
         return model, loaded
-    except (OSError, RuntimeError, ValueError, ImportError, EOFError, UnpicklingError, SafetensorError) as error:
-        # Errors caused by the files: truncated, of different shapes, of an unknown kind, or requiring a missing
-        # package.
+    except Exception as error:
+        # Errors caused by the files: truncated, of different shapes, of an unknown kind, of invalid settings, or
+        # requiring a missing package. Running out of memory is not one of them.
+        if isinstance(error, UserError | MemoryError) or is_out_of_memory(error):
+            raise
         raise UserError(
             f"--model_name_or_path {name_or_path}: its weights cannot be loaded ({one_line(error)}); save the model "
             "again, or download it again"

@@ -27,7 +27,7 @@ def describe_killed(output_dir: Path, is_over: bool = False) -> str | None:
         if not lost and (run["status"] != "running" or (not is_over and is_locked(output_dir / LOCK))):
             return None
         last = _read_last(output_dir / "metrics.jsonl")
-    except (OSError, ValueError, TypeError, LookupError):
+    except (OSError, ValueError, TypeError, LookupError, RecursionError):
         return None
     how = lost or "killed before its first update"
     if last:
@@ -58,8 +58,9 @@ def _read_last(path: Path) -> dict[str, Any] | None:
         file.seek(max(0, file.seek(0, os.SEEK_END) - (1 << 16)))
         lines = file.read().splitlines(keepends=True)
     for line in reversed(lines):
-        with suppress(ValueError):
+        with suppress(ValueError, RecursionError):
             record = json.loads(line)
-            if line.endswith(b"\n") and isinstance(record, dict) and {"update", "peak_memory_bytes"} <= record.keys():
+            figures = [record.get(name) for name in ("update", "peak_memory_bytes")] if isinstance(record, dict) else []
+            if line.endswith(b"\n") and figures and all(type(value) is int and value < 2**63 for value in figures):
                 return record
     return None

@@ -11,8 +11,9 @@ import jinja2
 import plotly.graph_objects as go
 from plotly.subplots import make_subplots
 
+from common.errors import reading
 from common.report import curves
-from tools.compare.runs import RecordedRun
+from tools.compare.runs import OMIT, RecordedRun
 
 STRETCHES = 1000  # number of parts of a long curve; of each part, only the lowest and the highest point are drawn
 COLOURS = ("#4e79a7", "#f28e2b", "#59a14f", "#e15759", "#b07aa1", "#2a9d9d", "#d37295", "#9c755f")
@@ -63,17 +64,27 @@ def write_page(runs: list[RecordedRun]) -> str:
         default_height=f"{figure.layout.height}px",
         config={"displaylogo": False, "typesetMath": False, "modeBarButtons": [BUTTONS]},
     )
-    settings = _table([list_settings(run) for run in runs])
+    settings, figures = tables(runs)
     page = jinja2.Environment(autoescape=True, trim_blocks=True, lstrip_blocks=True, undefined=jinja2.StrictUndefined)
     return page.from_string(Path(__file__).with_name("page.jinja").read_text(encoding="utf-8")).render(
         runs=[(run, colour, DASHES[dash]) for run, (colour, dash) in zip(runs, _looks(), strict=False)],
         plot=plot,
-        figures=_table([list_figures(run) for run in runs]),
+        figures=figures,
         differing={name: cells for name, cells in settings.items() if name not in OWN and len(set(cells)) > 1},
         settings=settings,
         samples=[(run, text) for run in runs if (text := run.results.get("sample"))],
         now=datetime.now().astimezone(),
     )
+
+
+def tables(runs: list[RecordedRun]) -> tuple[dict[str, list[str]], dict[str, list[str]]]:
+    """Returns the table of settings and that of results; raises UserError if a value of run.json cannot be shown."""
+    settings, figures = [], []
+    for run in runs:
+        with reading(run.path / "run.json", OMIT):
+            settings.append(list_settings(run))
+            figures.append(list_figures(run))
+    return _table(settings), _table(figures)
 
 
 def _looks() -> Iterator[tuple[str, str]]:

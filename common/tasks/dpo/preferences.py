@@ -28,7 +28,7 @@ from common.data.source_types import Corpus, Row, Source
 from common.data.sources import check_columns, open_source
 from common.data.token_store import TokenStore, TokenWriter, split_targets
 from common.data.tokenizer import Encoded, no_more_threads, tokenizer_identity
-from common.errors import UserError
+from common.errors import UserError, missing_column, reading
 from common.training.padding import round_up
 
 ANSWERS = ("chosen", "rejected")
@@ -102,6 +102,8 @@ def split_body(function: str) -> tuple[str, str] | None:
 
 def _check_row(row: Row, columns: tuple[str, ...]) -> None:
     """Raises UserError unless the row has two answers to the same prompt, both as texts or both as messages."""
+    if missing := [name for name in ANSWERS if name not in row.values]:
+        raise UserError(missing_column(row.where, missing, tuple(row.values)))
     values: dict[str, Any] = {name: row.values.get(name) for name in columns}
     lists, texts = ([name for name in columns if isinstance(values[name], list) is kind] for kind in (True, False))
     if not lists and row.values.get("prompt") and "prompt" not in columns:
@@ -165,13 +167,14 @@ def _encode(
         return encode_texts(batch, ("prompt", answer) if "prompt" in columns else (answer,), tokenizer, counts)
     rows = []
     for row in batch:
-        messages = messages_of(row, answer)
-        # A text prompt is in the messages too (`_check_row`). Prompt messages are repeated there in some datasets only.
-        prompt = messages_of(row, "prompt") if isinstance(row.values.get("prompt"), list) else []
-        messages = messages if messages[: len(prompt)] == prompt else prompt + messages
-        first = messages[:1] if messages[0]["role"] in ("system", "developer") else []
-        chat = with_system(row, [*first, *history_of(row), *messages[len(first) :]])
-        rows.append(row._replace(values={answer: chat, "tools": row.values.get("tools")}))
+        with reading(row.where):
+            messages = messages_of(row, answer)
+            # A text prompt is in the messages too (`_check_row`). Only some datasets repeat prompt messages there.
+            prompt = messages_of(row, "prompt") if isinstance(row.values.get("prompt"), list) else []
+            messages = messages if messages[: len(prompt)] == prompt else prompt + messages
+            first = messages[:1] if messages[0]["role"] in ("system", "developer") else []
+            chat = with_system(row, [*first, *history_of(row), *messages[len(first) :]])
+            rows.append(row._replace(values={answer: chat, "tools": row.values.get("tools")}))
     return encode_chats(rows, tokenizer, counts, answer)
 
 
@@ -183,8 +186,9 @@ def _write(
     with TokenWriter(directory, targets=[]) as writer:
         for batch in batches(corpus, columns + (CONTEXT if "prompt" in columns else CONTEXT + PROMPTS)):
             for row in batch:
-                _check_row(row, columns)
-                corpus.unused.update(_missing_prompts(row, columns))
+                with reading(row.where):
+                    _check_row(row, columns)
+                    corpus.unused.update(_missing_prompts(row, columns))
             both = [_encode(batch, columns, answer, tokenizer, counts) for answer in ANSWERS]
             for chosen, rejected in zip(*both, strict=True):
                 if chosen[0][:1] != rejected[0][:1]:  # a first token cannot be a target

@@ -16,11 +16,12 @@ import numpy as np
 from PIL import Image, ImageOps
 
 from common.data.hub import held_out_splits, load_split
-from common.errors import UserError, one_line, raise_errors, shorten
+from common.errors import UserError, one_line, raise_errors, reading, shorten
 from common.internals.datasets import content_hash
 
 SUFFIXES = (".png", ".jpg", ".jpeg", ".bmp", ".gif", ".webp", ".tif", ".tiff", ".ppm", ".pgm")
 DIGITS = "scikit-learn's digits"
+MAX_PIXELS = 1 << 27  # per image, 400 MB decoded; a small file can describe an image larger than memory
 NUM_SAMPLED = 1000  # images decoded before the run, to find size, channels, mean and corrupted images
 NUM_HELD_OUT_DIGITS = 360  # a fifth: the last images, by different writers than the first images
 
@@ -78,6 +79,9 @@ def folder(directory: str) -> Images:
         images += found
         labels += [label] * len(found)
         others += [path for path in files if path.suffix.lower() not in SUFFIXES]
+    irregular = [str(path) for path in images if not path.is_file()]
+    if irregular:
+        problems.append(f"{shorten(irregular, 3)}: not a file, or a link without a file; replace or remove it")
     raise_errors(problems)
     fingerprint = fingerprint_of([[path.relative_to(root).as_posix(), path.stat().st_size] for path in images])
     names = [str(path) for path in images]
@@ -133,10 +137,16 @@ def hub(name: str, config: str | None, split: str, label_column: str | None = No
             f"{title}: column {column} has no classes (names or integers); pass a different --label_column; "
             f"there are: {', '.join(features)}"
         )
-    values = list(data[column])
+    with reading(title, "fix or replace the dataset"):
+        values = list(data[column])
     if None in values:
         raise UserError(f"{title}, row {values.index(None)}: column {column} is null; fix or remove the row")
     if column in labels:
+        if wrong := [row for row, number in enumerate(values) if not -1 <= number < len(kind.names)]:
+            raise UserError(
+                f"{title}, row {wrong[0]}: column {column} is {values[wrong[0]]}, not a class number < "
+                f"{len(kind.names)}; fix or remove the row"
+            )
         classes, numbers = tuple(kind.names), np.array(values, np.int64)
     else:
         classes = tuple(sorted({str(value) for value in values}))
@@ -227,12 +237,14 @@ def open_image(images: Images, index: int, size: tuple[int, int] | None = None) 
         size: height and width to which the caller scales the image. To save time and memory, a JPEG is then decoded at
             a fraction of its size, but at least at twice `size`; after scaling, the pixels are nearly the same.
     """
-    source = images.read(index)
     try:
+        source = images.read(index)
         if isinstance(source, Image.Image):
             image = source
         else:
             image = Image.open(source)
+            if image.width * image.height > MAX_PIXELS:
+                raise ValueError(f"{image.width} x {image.height} pixels, more than {MAX_PIXELS:,}")
             if size:
                 image.draft(None, (2 * max(size), 2 * max(size)))  # max, because EXIF may swap the sides
             image = ImageOps.exif_transpose(image)

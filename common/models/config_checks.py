@@ -1,0 +1,70 @@
+"""Checks the values in the configuration of a pretrained model, which may come from anywhere, before it is used."""
+
+import copy
+import json
+import re
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+from transformers import PreTrainedConfig, PreTrainedModel
+
+from common.errors import UserError, raise_errors, reading
+from common.models.untrained import empty_model
+
+MAX_REPEATS = 10_000  # layers, experts, ...; the modules of more would take longer to build than a user waits
+MAX_PARAMETERS = 10**14  # no machine trains more
+REPEATED = re.compile("layer|depth|expert|stage|block(?!_size|_length)")  # in names of values that count modules
+TOKEN_IDS = ("bos_token_id", "eos_token_id", "pad_token_id", "decoder_start_token_id")
+FIX = "fix it, or save the model again"
+
+
+def build_checked(
+    config: PreTrainedConfig, location: str, trust_remote_code: bool, model_class: Any
+) -> PreTrainedModel:
+    """Returns the model of a configuration on the `meta` device.
+
+    Raises UserError: transformers cannot build the model, or a value is out of range; `location` begins the lines.
+    """
+    raise_errors(f"{location}: its config.json has {problem}; {FIX}" for problem in _find_problems(config.to_dict()))
+    with reading(f"{location}: transformers cannot build the model of its config.json", FIX):
+        model = empty_model(copy.deepcopy(config), trust_remote_code, model_class)
+        size = sum(parameter.numel() for parameter in model.parameters())
+    if size > MAX_PARAMETERS:
+        raise UserError(f"{location}: its config.json describes {size:.1e} parameters, too many to train; {FIX}")
+    return model
+
+
+def check_generation(directory: Path, location: str) -> None:
+    """Raises UserError if generation_config.json is not an object or has invalid token ids; no file is valid."""
+    path = directory / "generation_config.json"
+    if not path.is_file():
+        return
+    with reading(f"{location}: its generation_config.json", FIX):
+        settings = json.loads(path.read_bytes())
+        if not isinstance(settings, dict):
+            raise UserError(f"{location}: its generation_config.json is no JSON object; remove it")
+        problems = list(_find_problems({name: settings[name] for name in TOKEN_IDS if name in settings}))
+        raise_errors(f"{location}: its generation_config.json has {problem}; {FIX}" for problem in problems)
+
+
+def _find_problems(values: dict[str, Any]) -> Iterator[str]:
+    """Yields a text for each value out of range, in nested configurations too."""
+    rows = values.get("vocab_size")
+    for name, value in values.items():
+        items = value if isinstance(value, list) else [value]
+        if isinstance(value, dict) and name not in TOKEN_IDS:
+            yield from _find_problems(value)
+        elif name in TOKEN_IDS:
+            if not all(item is None or (type(item) is int and -1 <= item < 2**31) for item in items):
+                yield f"{name} {_short(value)}, not the id of a token"
+            elif name in ("pad_token_id", "decoder_start_token_id") and type(rows) is int and value is not None:
+                if any(item is not None and item >= rows for item in items):
+                    yield f"{name} {_short(value)}, beyond its vocabulary of {rows}"
+        elif REPEATED.search(str(name)) and any(type(item) is int and item > MAX_REPEATS for item in items):
+            yield f"{name} {_short(value)}, above {MAX_REPEATS}"
+
+
+def _short(value: Any) -> str:
+    text = repr(value)
+    return text if len(text) <= 60 else f"{text[:60]} ..."
