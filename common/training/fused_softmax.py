@@ -35,10 +35,10 @@ def cross_entropy_gradient_(
         wide, derivative = tanh * softcap, 1 - tanh * tanh
     row_max = wide.amax(1, keepdim=True)
     normalizer = row_max + (wide - row_max).exp().sum(1, keepdim=True).log()
-    targets = targets.unsqueeze(1)
-    losses = (normalizer - wide.gather(1, targets)).squeeze(1)
+    # Not a gather: torch 2.11's compiled code for CPUs runs it after `logits` is overwritten.
+    is_target = torch.arange(logits.shape[1], device=logits.device) == targets.unsqueeze(1)
+    losses = normalizer.squeeze(1) - torch.where(is_target, wide, 0).sum(1)
     if wants_gradient:
-        is_target = torch.arange(logits.shape[1], device=logits.device) == targets
         gradient = ((wide - normalizer).exp() - is_target.to(wide.dtype)) * derivative * scale
         logits.copy_(gradient if row_weights is None else gradient * row_weights.unsqueeze(1))
     return losses
