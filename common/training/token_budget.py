@@ -11,6 +11,7 @@ after the last backward (`average_gradients`), and only if no rank has run out. 
 """
 
 import argparse
+import gc
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -98,6 +99,8 @@ class TokenBudget:
         gpu_state = torch.cuda.get_rng_state(device) if device.type == "cuda" else None
         self.has_run_out, self.is_host_short, self.failed_ranks = False, False, ""
         yield batch
+        if self.failed_ranks:
+            gc.collect()  # in Python 3.12, the error is in a cycle, and its frames' functions keep activations
         if self.drops_update:
             torch.set_rng_state(state)
             if gpu_state is not None:
