@@ -7,7 +7,7 @@ from pathlib import Path
 from accelerate import Accelerator
 
 from common.errors import UserError, raise_errors
-from common.files import LOCK, PARTIAL, lock_output_dir, nearest_existing, remove, why_not_writable
+from common.files import LOCK, PARTIAL, lock_output_dir, nearest_existing, why_not_writable
 from common.models import adapters
 from common.training.batching import Samples, updates_per_epoch
 from common.training.process_grid import ProcessGrid
@@ -117,7 +117,6 @@ def check_samples(
 def make_output_dir(args: argparse.Namespace, accelerator: Accelerator, share: Callable[[str], str]) -> Path:
     """Creates the output directory and locks it for this run; with `--overwrite`, empties it. Call it after all checks.
 
-    If a different run has meanwhile created the default directory, the name gets a suffix.
     share: broadcasts the main process's argument, and returns it on all ranks.
 
     Raises UserError: the directory cannot be created, holds a run, or is in use by a different run; nothing is deleted.
@@ -125,13 +124,9 @@ def make_output_dir(args: argparse.Namespace, accelerator: Accelerator, share: C
     path = Path(args.output_dir)
     try:
         if "--output_dir" not in given_flags() and not args.resume:
-            from common.output_dirs import make_new_directory
+            from common.default_output_dir import make_default
 
-            path = Path(share(str(make_new_directory(path)) if accelerator.is_main_process else ""))
-            if str(path) != args.output_dir:
-                accelerator.print(f"output directory {path}: another run has {args.output_dir}", flush=True)
-            args.output_dir = str(path)
-            accelerator.project_configuration.project_dir = accelerator.project_configuration.logging_dir = str(path)
+            path = make_default(args, accelerator, share)
         if not accelerator.is_main_process:
             return path
         path.mkdir(parents=True, exist_ok=True)
@@ -139,10 +134,9 @@ def make_output_dir(args: argparse.Namespace, accelerator: Accelerator, share: C
         if not args.resume:  # a different run may have written files since the flags were checked
             raise_errors(_check_output_dir(path, args.overwrite, is_locked=True))
         if args.overwrite and (path / "run.json").is_file():
-            # run.json is removed last, so that an interrupted removal can be repeated. The lock of this run stays.
-            for entry in sorted(path.iterdir(), key=lambda entry: entry.name == "run.json"):
-                if entry.name != LOCK:
-                    remove(entry)
+            from common.rare_arguments import empty
+
+            empty(path)
     except OSError as error:
         raise UserError(f"--output_dir {path} cannot be written ({error.strerror}); name another directory") from error
     return path

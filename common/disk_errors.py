@@ -34,6 +34,13 @@ def disk_line(error: BaseException, what: str, directory: Path, needed: int, adv
     return f"disk: {what}: {reason} ({path}); {size}{free:,} free; {fix}, then {advice}"
 
 
+def checkpoint_line(error: OSError, directory: Path, needed: int) -> str:
+    """Returns one line for an error of a save. directory: of the checkpoints. needed: bytes of the checkpoint."""
+    is_saved = any(directory.glob("update-*[0-9]"))  # not those with .partial
+    advice = "start again with --resume: the last complete checkpoint is untouched" if is_saved else "start again"
+    return disk_line(error, "no checkpoint could be written", directory, needed, advice)
+
+
 def disk_error_number(error: BaseException) -> int | None:
     """Returns the number of a disk error, parsed from the text if safetensors raised it; None for all other errors."""
     number = getattr(error, "errno", None)

@@ -75,9 +75,3 @@ def reported_in_one_line(subject: str) -> Iterator[None]:
 def shorten(names: list[str], most: int = 12) -> str:
     """Returns the first `most` names of a list, and the number of the others, for messages."""
     return ", ".join(names[:most]) + (f" and {len(names) - most} more" if len(names) > most else "")
-
-
-def missing_column(location: str, missing: list[str], columns: list[str] | tuple[str, ...]) -> str:
-    """Returns the message for missing columns."""
-    present = ", ".join(columns) or "none"
-    return f"{location}: no column {', '.join(missing)}; there are: {present}; name or add the right one"

@@ -11,7 +11,6 @@ from typing import Any
 
 import torch
 
-from common.errors import UserError
 from common.report.totals import EVALUATION, pause
 from common.training.stop_signals import StopRequests, StopVotes
 
@@ -84,17 +83,11 @@ class Evaluations:
             repeat_evaluation(self.run, evaluate, model)
 
     def load_metrics(self, held_out: Any, kind: type, num_labels: int = 0) -> None:
-        """Loads the modules of --metric. Raises UserError: no held-out samples, or one line per unusable module.
+        """Loads the modules of --metric: see `report.evaluate_metrics.load`."""
+        if self.run.args.metric:
+            from common.report.evaluate_metrics import load
 
-        kind: int if the recipe predicts one of `num_labels` labels, float for numbers, str for texts.
-        """
-        if not self.run.args.metric:
-            return
-        from common.report.evaluate_metrics import Metrics
-
-        if held_out is None:
-            raise UserError("--metric needs held-out data; pass some, or remove --metric")
-        self.metrics = Metrics(self.run.args, kind, num_labels)
+            self.metrics = load(self.run.args, held_out, kind, num_labels)
 
     def compute_metrics(self, predictions: Any, references: Any) -> dict[str, Any]:
         """Returns the results of --metric on all ranks; {} without it. Arguments: (N,), for all held-out samples."""

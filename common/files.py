@@ -23,10 +23,6 @@ LOCK = ".lock"
 PAGE = 4096  # bytes; direct writes must begin and end at multiples of it
 DIRECT = getattr(os, "O_DIRECT", 0)  # only on Linux
 
-# Seconds to wait for a lock. It may be held for some seconds by data workers of a killed run, or for an update by ranks
-# whose launcher has died.
-LOCK_TIMEOUT = 60
-
 
 def fsync(path: Path) -> None:
     handle = os.open(path, os.O_RDONLY)
@@ -140,7 +136,7 @@ def find_lost_directory() -> Path | None:
 def lock_output_dir(directory: Path) -> None:
     """Locks an output directory for this process until it ends. Calling it again has no effect.
 
-    Raises UserError: a different process holds the lock for more than LOCK_TIMEOUT seconds.
+    Raises UserError: a different process holds the lock for more than `output_dirs.LOCK_TIMEOUT` seconds.
     """
     lock = this_process().output_locks.setdefault(directory.absolute(), FileLock(directory / LOCK))
     if lock.is_locked:
@@ -152,13 +148,9 @@ def lock_output_dir(directory: Path) -> None:
     try:
         lock.acquire(timeout=0)
     except Timeout:
-        print("waiting for another process that writes to this output directory ...", flush=True)
-        try:
-            lock.acquire(timeout=LOCK_TIMEOUT)
-        except Timeout:
-            raise UserError(
-                f"--output_dir {directory}: another run writes there; end it, or use a different directory"
-            ) from None
+        from common.output_dirs import wait_for_lock
+
+        wait_for_lock(lock, directory)
 
 
 def remove(path: Path) -> None:

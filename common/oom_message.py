@@ -16,6 +16,7 @@ from common.planner import repeated_flags
 from common.report.tracking import peak_memory_bytes
 from common.training.optimizer_choice import smaller_optimizers
 from common.training.optimizers import OPTIMIZERS
+from common.training.out_of_memory import is_out_of_memory
 
 MOST = 4  # maximum number of suggested flags
 # Fractions of the activation memory that each mode of --activation_checkpointing keeps (docs/memory.md).
@@ -23,7 +24,9 @@ KEPT = {"none": 1.0, "selective": 0.6, "full": 0.1}
 
 
 def explain(run: Any, error: BaseException) -> None:
-    """Adds a note to an out-of-memory error. run: a `common.run.Run`."""
+    """Adds a note to an error if memory ran out. run: a `common.run.Run`."""
+    if not is_out_of_memory(error):
+        return
     traceback.clear_frames(error.__traceback__)  # frees the activations, which local variables of the frames reference
     savings = sorted(_savings(run), key=lambda saving: -saving[0])[:MOST]
     lines = [f"Memory ran out. {_describe_peak(run.device, run.memory_before)}."]

@@ -1,22 +1,26 @@
-"""Output directories that exist already: their names, and links in them."""
+"""Output directories that exist already: locks that another process holds, and links."""
 
-import itertools
 import os
-from contextlib import suppress
 from pathlib import Path
+
+from filelock import FileLock, Timeout
 
 from common.errors import UserError
 
+# Seconds to wait for a lock. It may be held for some seconds by data workers of a killed run, or for an update by ranks
+# whose launcher has died.
+LOCK_TIMEOUT = 60
 
-def make_new_directory(path: Path) -> Path:
-    """Creates and returns a new directory: `path`, path-2, path-3, ...; concurrent processes get different ones."""
-    path.parent.mkdir(parents=True, exist_ok=True)
-    for number in itertools.count(1):
-        directory = path if number == 1 else path.with_name(f"{path.name}-{number}")
-        with suppress(FileExistsError):
-            directory.mkdir()
-            return directory
-    raise AssertionError("unreachable")
+
+def wait_for_lock(lock: FileLock, directory: Path) -> None:
+    """Waits until another process releases the lock. Raises UserError: it does not within LOCK_TIMEOUT seconds."""
+    print("waiting for another process that writes to this output directory ...", flush=True)
+    try:
+        lock.acquire(timeout=LOCK_TIMEOUT)
+    except Timeout:
+        raise UserError(
+            f"--output_dir {directory}: another run writes there; end it, or use a different directory"
+        ) from None
 
 
 def refuse_links(directory: Path) -> None:

@@ -17,8 +17,7 @@ class ProcessState:
     """State of one process; a field is set once, unless its comment says who changes it."""
 
     update: int | None = None  # the current update; the loop changes it
-    # Whether the process is in the loop, which changes it. Outside the loop, missing heartbeats are ignored, because a
-    # library may hold the GIL while it reads or writes a model.
+    # Changed by the loop; outside of it, a library may hold the GIL for long, so missing heartbeats are ignored.
     in_loop: bool = False
     note_failure: Callable[[str], None] | None = None  # writes a failure, as a line of text, as the status in run.json
     explain_error: Callable[[BaseException], None] | None = None  # adds a note with advice to an error

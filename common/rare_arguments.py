@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 from accelerate.tracking import LOGGER_TYPE_TO_CLASS, get_available_trackers
 
 from common.errors import UserError, main_logger, raise_errors
-from common.files import LOCK
+from common.files import LOCK, remove
 from common.training.process_grid import ProcessGrid
 from common.training.recipe_traits import Arguments, Traits, given_flags
 
@@ -236,3 +236,13 @@ def check_text_column(train: "Source", validation: "Source | None") -> None:
         raise UserError(
             f"--text_column {train.text_column} has no effect on .txt files, which have no columns; remove it"
         )
+
+
+def empty(directory: Path) -> None:
+    """Removes a run from its directory, run.json last, so that an interrupted removal can be repeated.
+
+    The lock of this run stays.
+    """
+    for entry in sorted(directory.iterdir(), key=lambda entry: entry.name == "run.json"):
+        if entry.name != LOCK:
+            remove(entry)

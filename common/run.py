@@ -16,22 +16,23 @@
 
 Forward, backward, clipping and step are in the recipe.
 
-For a new parallelism mode, change `parallel.launch` (accepts it), `parallel.connect`, `parallel.distributed_mode` (its
-name), `models.model_setup`, `checkpoint.layouts`, `training.process_grid` and `training.accumulation`.
+Run(args) sets args, launch_config, traits, accelerator, device, is_sharded, checkpoints, evaluations and is_stopped;
+begin: meta_model (a function), resumed (reads the checkpoint, or None), state (the progress) and memory_before;
+prepare: budget (of --micro_batch_tokens auto, or None), load (makes the loader of a range of updates), loader, held_out
+(its loader, or None), model and optimizer; training: output_dir, progress and requests (to stop); all_finite: reduced
+(sums over the ranks) and record (for metrics); then results, model_class and is_again (the results are written again).
 """
 
 import math
-from collections.abc import Callable, Generator, Iterable, Iterator
+from collections.abc import Generator, Iterable, Iterator
 from contextlib import AbstractContextManager, contextmanager
 from functools import cache, partial
 from pathlib import Path
 from typing import Any
 
-import torch
 from accelerate.utils import send_to_device
 from torch import Tensor, nn
 from torch.optim import Optimizer
-from torch.utils.data import DataLoader
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
 from common import argument_checks, versions
@@ -51,50 +52,10 @@ from common.training.activation_checkpointing import apply_activation_checkpoint
 from common.training.batching import Collate, GlobalBatch, Samples, make_loader
 from common.training.precision import weights_cast_once
 from common.training.recipe_traits import Arguments, Traits
-from common.training.stop_signals import NOTHING_TRAINED, StopRequests
+from common.training.stop_signals import NOTHING_TRAINED
 
 
-class RunState:
-    """The attributes of a run, in the order in which its methods set them."""
-
-    # Set by Run(args):
-    args: Arguments
-    launch_config: launch.Launch  # the requested launch
-    traits: Traits  # the differences of the recipe from lm.py
-    accelerator: accumulation.RunAccelerator
-    device: torch.device
-    is_sharded: bool  # whether each rank has only a part of the weights
-    checkpoints: Checkpoints
-    evaluations: Evaluations
-    is_stopped: bool  # whether a request to stop has ended the loop
-    # Set by begin:
-    meta_model: Callable[[], Any]  # returns the model without weights
-    resumed: Any  # the `checkpoint.read.Reader` of --resume, or None
-    state: TrainingState  # the progress that checkpoints save
-    memory_before: int  # bytes in use before the model is built
-    prediction: Any  # the `planner.Prediction` of --dry_run, on the main process
-    # Set by prepare:
-    budget: Any  # the `TokenBudget` of --micro_batch_tokens auto, or None
-    load: Callable[[range], DataLoader]  # returns the loader of the given updates
-    loader: Any  # the `DataLoader` of all updates that are left
-    held_out: Any  # the `DataLoader` of the held-out samples, or None
-    model: nn.Module
-    optimizer: Optimizer
-    # Set by training:
-    output_dir: Path
-    progress: progress.Progress
-    requests: StopRequests
-    # Set by all_finite, for each update:
-    reduced: dict[str, Any]  # the values that were summed over the ranks
-    record: dict[str, Any]  # first entries of the line in metrics.jsonl
-    # Set by end_training:
-    results: dict[str, Any]
-    # Set by write_model:
-    model_class: str
-    is_again: bool  # whether an earlier start has written the results already
-
-
-class Run(RunState):
+class Run:
     """A run of a recipe. All ranks call its methods together, in the order of their definition."""
 
     def __init__(self, args: Arguments, problems: Iterable[str] = (), **traits: Any):
@@ -257,7 +218,9 @@ class Run(RunState):
             raise RuntimeError(f"{message}; lower --learning_rate, or look at the data")
         self.is_stopped = self.checkpoints.update_done(state, self.model, self.optimizer, self.reduced)
         if is_over := state.end(self.args) < self.args.num_updates:
-            self.progress.end_early(self.args.patience)
+            from common.report.held_out import print_end_of_patience
+
+            print_end_of_patience(self.progress, self.args.patience)
         return self.is_stopped or is_over
 
     def end_training(self) -> dict[str, Any]:
@@ -310,12 +273,9 @@ def _batches(run: Run) -> Generator[GlobalBatch, None, None]:
 
 def _explain(run: Run, error: BaseException) -> None:
     """Adds peak memory and memory-saving flags, as a note, to an out-of-memory error."""
-    from common.training.out_of_memory import is_out_of_memory
+    from common import oom_message
 
-    if is_out_of_memory(error):
-        from common import oom_message
-
-        oom_message.explain(run, error)
+    oom_message.explain(run, error)
 
 
 def _report_missing(run: Run, error: Exception) -> None:

@@ -62,7 +62,7 @@ def repeat_evaluation(run: Any, evaluate: Any, model: torch.nn.Module) -> None:
     run.checkpoints.last_saved = -1  # because the last checkpoint has no metrics
     run.checkpoints.update_done(state, run.model, run.optimizer, {"stop_requested": 0.0, "failed": 0.0, "written": 0.0})
     if state.end(run.args) < run.args.num_updates:
-        run.progress.end_early(run.args.patience)
+        held_out.print_end_of_patience(run.progress, run.args.patience)
         run.loader = run.load(range(0))
 
 

@@ -32,7 +32,15 @@ LAYERS = [
     "report",
     "checkpoint",
 ]
-LAYERS += ["rare_arguments", "argument_checks", "arguments", "run_endings", "evaluation", "planner"]
+LAYERS += [
+    "default_output_dir",
+    "rare_arguments",
+    "argument_checks",
+    "arguments",
+    "run_endings",
+    "evaluation",
+    "planner",
+]
 LAYERS += ["auto_micro_batch", "oom_message", "run", "tasks"]
 LARGEST = {"file": 400, ast.ClassDef: 200, ast.FunctionDef: 60}  # lines
 

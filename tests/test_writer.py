@@ -15,7 +15,7 @@ from safetensors.torch import load_file
 from common import files
 from common.checkpoint import host_copy, write
 from common.checkpoint.agreement import Agreement
-from common.checkpoint.layouts import Piece
+from common.checkpoint.parts import Piece
 from common.checkpoint.read import DIGESTS
 from common.files import PAGE, write_file
 

@@ -8,7 +8,6 @@ import torch
 from accelerate import Accelerator
 
 from common.errors import UserError
-from common.files import PARTIAL
 
 
 class Agreement:
@@ -25,8 +24,7 @@ class Agreement:
             self.group = host_group()
 
     @property
-    def directory(self) -> Path:
-        """Returns the directory of the checkpoints."""
+    def directory(self) -> Path:  # of the checkpoints
         return self.output_dir / "checkpoints"
 
     def sum(self, *values: float) -> list[float]:
@@ -50,7 +48,9 @@ class Agreement:
             if self.rank == 0 or not only_main:
                 action()
         except OSError as error:
-            problem = self.disk_line(error)
+            from common.disk_errors import checkpoint_line
+
+            problem = checkpoint_line(error, self.directory, self.needed)
         except UserError as error:
             problem = str(error)
         self.raise_first(problem)
@@ -64,11 +64,3 @@ class Agreement:
             problems = [None] * self.world
             torch.distributed.all_gather_object(problems, problem, group=self.group)
         raise UserError(next(text for text in problems if text is not None))
-
-    def disk_line(self, error: OSError) -> str:
-        """Returns the message for an I/O error of this rank."""
-        from common.disk_errors import disk_line
-
-        is_saved = any(not path.name.endswith(PARTIAL) for path in self.directory.glob("update-*"))
-        advice = "start again with --resume: the last complete checkpoint is untouched" if is_saved else "start again"
-        return disk_line(error, "no checkpoint could be written", self.directory, self.needed, advice)

@@ -7,34 +7,16 @@ splits some matrices by columns. For these, a part also lists its columns, and i
 """
 
 from collections.abc import Iterator
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from accelerate import Accelerator
 
 from common.checkpoint.format import DTYPE_NAMES
-from common.checkpoint.parts import OptimizerState, Part, check_known, replicated_parts
+from common.checkpoint.parts import OptimizerState, Part, Piece, check_known, replicated_parts
 from common.models.adapters import has_adapter
 from common.models.model_setup import without_wrapper
 from common.parallel.distributed_mode import is_sharded
-from common.training.process_grid import current_grid
-
-
-class Piece(NamedTuple):
-    """A range of a tensor's flattened elements that this rank holds."""
-
-    name: str  # "weight/NAME", "buffer/NAME" or "optimizer.KEY/NAME", by the model's own names
-    tensor: torch.Tensor  # the elements, in row-major order; a view of the training's tensor
-    start: int  # position of its first element in the flattened full tensor, or in its flattened columns
-    shape: tuple[int, ...]  # shape of the full tensor
-    is_owner: bool  # whether this rank writes it; only one of several replicas is written
-    columns: tuple[int, int] | None = None  # columns of a matrix (end exclusive) that `start` refers to; None: all
-
-    def to_record(self) -> dict[str, Any]:
-        """Returns the entry in the JSON file of the rank that writes it."""
-        record = {"dtype": DTYPE_NAMES[self.tensor.dtype], "shape": self.shape, "start": self.start}
-        record["elements"] = self.tensor.numel()
-        return record | ({"columns": self.columns} if self.columns else {})
 
 
 class Layout:
@@ -57,15 +39,9 @@ class Layout:
         # Most models have no persistent buffers. If the model is sharded, state_dict could run hooks that all-gather.
         if not self.is_sharded and not any(map(_has_persistent_buffers, self.model.modules())):
             return
-        from common.internals.torch import persistent_buffers
+        from common.checkpoint.buffers import buffer_pieces
 
-        stages = getattr(self.model, "pipeline_stages", None)
-        held_before = stages.held_before if stages else ()
-        for prefix, module in self.model.named_modules():
-            for name, buffer in persistent_buffers(module):
-                full = f"{prefix}.{name}" if prefix else name
-                is_owner = self.rank % current_grid().stage_size == 0 and full not in held_before
-                yield Piece(f"buffer/{full}", buffer.detach(), 0, tuple(buffer.shape), is_owner)
+        yield from buffer_pieces(self.model, self.rank)
 
     def pieces(self) -> Iterator[Piece]:
         """Yields this rank's pieces. For an adapter, the frozen base is omitted, because no update changes it."""

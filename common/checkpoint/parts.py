@@ -2,10 +2,11 @@
 
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
+from common.checkpoint.format import DTYPE_NAMES
 from common.training.optimizers import inner_optimizer, wrapped_optimizers
 
 
@@ -15,7 +16,7 @@ class Part:
 
     name: str
     shape: tuple[int, ...]  # of the full parameter
-    start: int  # position of its first element, as in `layouts.Piece`
+    start: int  # position of its first element, as in `Piece`
     weight: torch.Tensor
     # The key of its state in `optimizer.state`: the parameter, or ZeRO's flat partition of many parameters; None if it
     # is not trained.
@@ -58,3 +59,20 @@ class OptimizerState:
     def of(self, state_key: torch.Tensor | None) -> dict[str, Any]:
         """Returns the state of a tensor; {} if there is none."""
         return {} if state_key is None else self.keeper(state_key)[0].state.get(state_key) or {}
+
+
+class Piece(NamedTuple):
+    """A range of a tensor's flattened elements that this rank holds."""
+
+    name: str  # "weight/NAME", "buffer/NAME" or "optimizer.KEY/NAME", by the model's own names
+    tensor: torch.Tensor  # the elements, in row-major order; a view of the training's tensor
+    start: int  # position of its first element in the flattened full tensor, or in its flattened columns
+    shape: tuple[int, ...]  # shape of the full tensor
+    is_owner: bool  # whether this rank writes it; only one of several replicas is written
+    columns: tuple[int, int] | None = None  # columns of a matrix (end exclusive) that `start` refers to; None: all
+
+    def to_record(self) -> dict[str, Any]:
+        """Returns the entry in the JSON file of the rank that writes it."""
+        record = {"dtype": DTYPE_NAMES[self.tensor.dtype], "shape": self.shape, "start": self.start}
+        record["elements"] = self.tensor.numel()
+        return record | ({"columns": self.columns} if self.columns else {})

@@ -20,7 +20,7 @@ import xxhash
 
 from common.checkpoint.agreement import Agreement
 from common.checkpoint.format import MANIFEST, hash_of, in_chunks, safetensors_header
-from common.checkpoint.layouts import Piece
+from common.checkpoint.parts import Piece
 from common.files import PARTIAL, fsync, remove, replace_directory, write_file
 
 # On a CPU, seconds that the writing thread pauses per second of computing. So many updates are slower by a fiftieth,
@@ -125,7 +125,9 @@ class Writer:
             if future is not None and future.done() and (error := future.exception()) is not None:
                 if not isinstance(error, OSError):
                     raise error
-                return self.ranks.disk_line(error)
+                from common.disk_errors import checkpoint_line
+
+                return checkpoint_line(error, self.ranks.directory, self.ranks.needed)
         return None
 
     def commit_soon(self) -> None:

@@ -45,3 +45,9 @@ def pair_hint(columns: tuple[str, ...]) -> str:
     if not (prompt or completion):
         return ""
     return f"; for examples --prompt_column {prompt or 'NAME'} --completion_column {completion or 'NAME'}"
+
+
+def missing_column(location: str, missing: list[str], columns: list[str] | tuple[str, ...]) -> str:
+    """Returns the message for missing columns."""
+    present = ", ".join(columns) or "none"
+    return f"{location}: no column {', '.join(missing)}; there are: {present}; name or add the right one"

@@ -5,7 +5,7 @@ from collections.abc import Iterator
 from tqdm import tqdm
 
 from common.data.source_types import Corpus, Row
-from common.errors import UserError, missing_column
+from common.errors import UserError
 
 BATCH_CHARACTERS = 1 << 20  # per tokenizer call, which temporarily uses about 100 bytes per token
 
@@ -13,6 +13,8 @@ BATCH_CHARACTERS = 1 << 20  # per tokenizer call, which temporarily uses about 1
 def text_of(row: Row, column: str) -> str:
     """Returns a row's text; raises UserError if the column is missing or its value is not a valid string."""
     if column not in row.values:
+        from common.data.column_checks import missing_column
+
         raise UserError(missing_column(row.where, [column], tuple(row.values)))
     text = row.values[column]
     if not isinstance(text, str):

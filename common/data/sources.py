@@ -13,7 +13,7 @@ from dataclasses import replace
 from pathlib import Path
 
 from common.data.source_types import FILE_TYPES, Corpus, Row, Source, expand, file_type
-from common.errors import UserError, as_user_error, missing_column, raise_errors
+from common.errors import UserError, as_user_error, raise_errors
 
 PAIR = ("prompt", "completion")
 
@@ -116,4 +116,6 @@ def choose_columns(corpus: Corpus, source: Source, shape: str | None) -> tuple[s
 def check_columns(corpus: Corpus, wanted: tuple[str, ...], flags: str = "") -> None:
     """Raises UserError, one line that names the `flags` to set, if a required column is missing."""
     if missing := [column for column in wanted if column not in corpus.columns]:
+        from common.data.column_checks import missing_column
+
         raise UserError(missing_column(corpus.name, missing, corpus.columns) + (f" ({flags})" if flags else ""))

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 from common.data.readers import JSON, PIECE_BYTES, check_object, decode, open_binary, read_json_lines, repeated
 from common.data.source_types import Row, file_type
-from common.errors import UserError, missing_column, one_line, reading
+from common.errors import UserError, one_line, reading
 
 if TYPE_CHECKING:
     import pyarrow  # at run time imported only for a Parquet file, because its import is slow
@@ -86,6 +86,8 @@ def _read_parquet(path: str, wanted: tuple[str, ...] | None, unused: Counter[str
                 unused.update(dict.fromkeys(set(names) - set(wanted), 1))
                 columns = [name for name in wanted if name in names]
             if not columns:
+                from common.data.column_checks import missing_column
+
                 raise UserError(missing_column(path, list(wanted or ()), names))
             classes = _classes_of(file.schema_arrow)
             for batch in file.iter_batches(batch_size=64, columns=columns):

@@ -143,6 +143,16 @@ class Metrics:
         return results, lines
 
 
+def load(args: argparse.Namespace, held_out: Any, kind: type, num_labels: int) -> Metrics:
+    """Loads the modules of --metric. Raises UserError: no held-out samples, or one line per unusable module.
+
+    kind: int if the recipe predicts one of `num_labels` labels, float for numbers, str for texts.
+    """
+    if held_out is None:
+        raise UserError("--metric needs held-out data; pass some, or remove --metric")
+    return Metrics(args, kind, num_labels)
+
+
 def parse(text: str) -> Request:
     """Parses NAME_OR_PATH or NAME_OR_PATH:setting=value,...; a value is JSON or plain text."""
     place, settings = match.groups() if (match := SETTINGS.fullmatch(text)) else (text, "")

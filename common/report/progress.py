@@ -170,12 +170,6 @@ class Progress:
         tqdm.write(line)
         sys.stdout.flush()
 
-    def end_early(self, patience: int) -> None:
-        """Prints that the training ends after `patience` consecutive evaluations without an improvement."""
-        from common.report.held_out import print_end_of_patience
-
-        print_end_of_patience(self, patience)
-
     def draw(self, is_last: bool = False) -> None:
         """Starts drawing curves.png in a separate process; with `is_last`, waits for it."""
         if self.is_main and self.state.update >= FEWEST_TO_DRAW:

@@ -15,7 +15,7 @@ from pathlib import Path
 import torch
 
 from changes import RANK, after, before, change
-from common import files
+from common import output_dirs
 from common.checkpoint import host_copy, layouts, resume, save, write
 from common.data import hub
 from common.files import PAGE
@@ -153,7 +153,7 @@ def save_waits_for(path):
 
 def lock_timeout(seconds):
     """How long a run waits for another one in its output directory."""
-    change(files, "LOCK_TIMEOUT", seconds)
+    change(output_dirs, "LOCK_TIMEOUT", seconds)
 
 
 def kill_in_save(when):

@@ -18,12 +18,12 @@ import numpy as np
 import torch
 from transformers import PreTrainedConfig, PreTrainedTokenizerBase
 
-from common.data.column_checks import unused_columns
+from common.data.column_checks import missing_column, unused_columns
 from common.data.row_texts import filled_text
 from common.data.source_types import Source
 from common.data.sources import check_columns, open_source
 from common.data.tokenizer import no_more_threads
-from common.errors import UserError, missing_column, shorten
+from common.errors import UserError, shorten
 from common.training.token_rows import pad_rows
 
 NUM_PACKAGES = 12  # packages of the standard library: those with the most functions

@@ -28,7 +28,7 @@ from common.data.source_types import Corpus, Row, Source
 from common.data.sources import check_columns, open_source
 from common.data.token_store import TokenStore, TokenWriter, split_targets
 from common.data.tokenizer import Encoded, no_more_threads, tokenizer_identity
-from common.errors import UserError, missing_column, reading
+from common.errors import UserError, reading
 from common.training.padding import round_up
 
 ANSWERS = ("chosen", "rejected")
@@ -103,6 +103,8 @@ def split_body(function: str) -> tuple[str, str] | None:
 def _check_row(row: Row, columns: tuple[str, ...]) -> None:
     """Raises UserError unless the row has two answers to the same prompt, both as texts or both as messages."""
     if missing := [name for name in ANSWERS if name not in row.values]:
+        from common.data.column_checks import missing_column
+
         raise UserError(missing_column(row.where, missing, tuple(row.values)))
     values: dict[str, Any] = {name: row.values.get(name) for name in columns}
     lists, texts = ([name for name in columns if isinstance(values[name], list) is kind] for kind in (True, False))
