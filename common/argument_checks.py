@@ -28,7 +28,7 @@ def check_arguments(args: Arguments, on_cpu: bool, traits: Traits, grid: Process
     if args.num_epochs is not None:
         args.num_updates = None  # until the size of the dataset is known
     problems += [*check_updates(args), *adapters.check(args, grid)]
-    is_rare = any(flag.endswith(("_column", "dataset_config", "optimizer")) for flag in given_flags())
+    is_rare = any(flag.endswith(("_column", "dataset_config", "optimizer", "workers")) for flag in given_flags())
     if is_rare or args.resume or args.keep_last < 2 or any(getattr(args, name) for name in OFF_BY_DEFAULT):
         from common.rare_arguments import check_combinations
 

@@ -1,16 +1,20 @@
 """Messages for disk errors and for an output directory that was deleted or moved during the run."""
 
 import errno
+import json
 import os
 import re
 import shutil
+import tempfile
 from pathlib import Path
+
+from common.process import this_process
 
 # Error numbers of a full, read-only, inaccessible or broken disk, and of a path of the wrong type, each with the fix.
 FIXES = {
     errno.ENOSPC: "make room",
     errno.EDQUOT: "make room in the quota",
-    errno.EFBIG: "use a file system for larger files",
+    errno.EFBIG: "raise the limit of the size of files (ulimit -f), or use a file system for larger ones",
     errno.EROFS: "make the disk writable",
     errno.EACCES: "change the permissions",
     errno.EIO: "repair the disk",
@@ -20,16 +24,15 @@ FIXES = {
 }
 
 # Error numbers that cannot be caused by a wrong path or name in the code.
-FULL_OR_BROKEN = {errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EIO}
+FULL_OR_BROKEN = {errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EROFS, errno.EIO}
 
 
 def disk_line(error: BaseException, what: str, directory: Path, needed: int, advice: str) -> str:
     """Returns one line for a disk error that `disk_error_number` recognises, or for any OSError."""
-    existing = next(parent for parent in [directory, *directory.absolute().parents] if parent.is_dir())
     number, path = disk_error_number(error), getattr(error, "filename", None) or directory
     reason = os.strerror(number) if number else getattr(error, "strerror", None) or error
     size = f"{needed:,} bytes needed, " if needed else ""
-    free = shutil.disk_usage(existing).free
+    free = _free_bytes(directory)
     fix = FIXES.get(number or 0, "repair the disk")
     return f"disk: {what}: {reason} ({path}); {size}{free:,} free; {fix}, then {advice}"
 
@@ -50,6 +53,23 @@ def disk_error_number(error: BaseException) -> int | None:
     return number if number in FIXES else None
 
 
+def _free_bytes(path: Path) -> int:
+    """Returns the free bytes of the disk that contains a path, or its nearest existing parent."""
+    return shutil.disk_usage(next(place for place in [path, *path.absolute().parents] if place.is_dir())).free
+
+
+def write_status_in_place(output_dir: Path, status: str) -> None:
+    """Changes the status in run.json, if it is "running", on a full disk: into the space that the file has already."""
+    path = output_dir / "run.json"
+    path.with_name(path.name + ".partial").unlink(missing_ok=True)
+    run = json.loads(path.read_text())
+    with open(path, "r+b") as file:
+        text = json.dumps(run | {"status": status}, indent=2).encode()
+        if run["status"] == "running" and len(text) < os.fstat(file.fileno()).st_blocks * 512:
+            file.write(text + b"\n")
+            file.truncate()
+
+
 def lost_line(directory: Path) -> str:
     """Returns the message for a directory that `find_lost_directory` returned."""
     return (
@@ -64,6 +84,8 @@ def explain_disk_error(error: BaseException, lost: Path | None) -> str | None:
         return lost_line(lost)
     if disk_error_number(error) not in FULL_OR_BROKEN:
         return None
-    path = Path(getattr(error, "filename", None) or ".")
+    # An error of a write names no file: it is then the fullest of the disks to which a run writes.
+    places = [*this_process().output_locks, Path(tempfile.gettempdir()), Path(".")]
+    path = Path(getattr(error, "filename", None) or min(places, key=_free_bytes))
     advice = "start again; with --resume a run continues from its last checkpoint"
     return disk_line(error, "a file could not be read or written", path, 0, advice)

@@ -18,6 +18,7 @@ if TYPE_CHECKING:
     from common.data.source_types import Source
 
 logger = main_logger(__name__)
+WORKERS_PER_CORE = 16  # more would spend their time on waiting for each other
 MICRO_BATCHES_PER_STAGE = 4  # so that the pipeline bubble is at most a fifth of the time
 
 
@@ -85,6 +86,8 @@ def check_combinations(args: Arguments, on_cpu: bool) -> Iterator[str]:
     for name in args.report_to:
         yield from _check_tracker(name)
     yield from _check_data(args)
+    if args.num_workers > (most := WORKERS_PER_CORE * (os.cpu_count() or 1)):
+        yield f"--num_workers {args.num_workers}: more than {WORKERS_PER_CORE} per CPU core; use at most {most}"
     if args.keep_last < 2:
         yield "--keep_last 1: a single checkpoint leaves no fallback if it is damaged; use at least 2"
     if args.patience and not args.eval_every:

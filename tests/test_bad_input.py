@@ -124,6 +124,7 @@ FLAG_MISTAKES = {
     "--prompt_column question": "--prompt_column has no effect without --train_file",
     "--train_file LICENSE --completion_column a --shape blocks": "--completion_column and --shape blocks are mutually",
     "--train_file LICENSE --prompt_column a --text_column b": "--prompt_column and --text_column b are mutually",
+    "--num_workers 100000": "--num_workers 100000: more than 16 per CPU core; use at most",
     "--micro_batch_tokens 100": "--micro_batch_tokens 100 does not hold the longest sample of 256",
 }
 

@@ -34,6 +34,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 from common.checkpoint.format import DTYPE_NAMES, FORMAT, hash_of
 from common.checkpoint.read import DIGESTS, find_best, find_damage, list_checkpoints
 from common.checkpoint.training_state import TrainingState
+from common.report.records import read_run
 from common.training.optimizers import learning_rate
 
 LM = [*launch_command("cpu"), "recipes/lm.py"]
@@ -538,6 +539,7 @@ def test_a_disk_that_fills_up_within_a_save(left, functions_file, model_dir, sma
     changes = {"fill_disk": [10, str(disk), left], "slow_updates": 0.1}
     result = run_specs("lm", [(arguments, changes)], tmp_path, check=False)
     assert_refused(result, r"^error: disk: .*[\d,]+ (bytes )?free")
+    assert read_run(disk / "run")["status"].startswith("failed at update 1")
     found, problems = list_checkpoints(disk / "run")
     assert [manifest["update"] for path, manifest in found if not find_damage(path, manifest)] == [5] and not problems
     (disk / "ballast").unlink()

@@ -138,6 +138,16 @@ def test_all_kinds_of_files_give_the_same_samples(tokenizer, tmp_path, cache):
         args.dataset_name, args.dataset_config = str(tmp_path / name), None
         args.text_column, args.validation_file, args.prompt_column, args.completion_column = "text", [], None, None
         assert text_sources(args)[1].split == "test"  # held out, as there is no validation split
+    (tmp_path / "inside").mkdir()
+    write_jsonl(tmp_path / "inside/a.jsonl", rows)
+    for pattern in ("a.jsonl", "../inside/a.jsonl", str(halves[0])):
+        readme = f"---\nconfigs:\n- config_name: default\n  data_files:\n  - split: train\n    path: {pattern}\n---\n"
+        (tmp_path / "inside/README.md").write_text(readme)
+        if pattern != str(halves[0]):  # a path back into the folder too
+            assert targets(Source(dataset_name=str(tmp_path / "inside"))) == expected
+            continue
+        with pytest.raises(UserError, match="inside: its README.md names .*half1.jsonl, which is outside"):
+            open_source(Source(dataset_name=str(tmp_path / "inside")))
         args.validation_file = [str(halves[0])]
         assert text_sources(args)[1].files == (str(halves[0]),)
 

@@ -18,6 +18,7 @@ import torch
 from conftest import make_model_dir
 from fuzzing import mutants, mutate_bytes, mutate_value
 from PIL import Image
+from transformers import AutoModelForCausalLM
 
 from common.checkpoint.format import hash_of
 from common.checkpoint.read import find_damage, list_checkpoints, read_manifest
@@ -223,6 +224,16 @@ ODD_SETTINGS = [
 def test_settings_of_a_model_that_cannot_be_are_named(model, tmp_path):
     """Control: the model itself is used."""
     assert refused(use_model, model) is None
+    wide = with_json(tmp_path / "wide", model, "config.json", {"shared_expert_intermediate_size": 20_480})
+    assert refused(use_model, wide) is None  # a width, as in Qwen2-57B-A14B, and not a number of experts
+    inside, outside = (tmp_path / name for name in ("sharded", "outside"))
+    AutoModelForCausalLM.from_pretrained(model).save_pretrained(inside, max_shard_size="40KB")
+    shutil.copytree(model, inside, dirs_exist_ok=True, ignore=shutil.ignore_patterns("*.safetensors"))
+    assert refused(use_model, inside) is None
+    shutil.copytree(inside, outside)
+    index = outside / "model.safetensors.index.json"
+    index.write_text(index.read_text().replace('"model-00001', '"../sharded/model-00001'))
+    assert re.search(r"its model.safetensors.index.json names \.\./sharded/model-00001", refused(use_model, outside))
     for number, (name, value, pattern) in enumerate(ODD_SETTINGS):
         line = refused(use_model, with_json(tmp_path / str(number), model, name, value))
         assert line and re.search(pattern, line), (name, value, line)

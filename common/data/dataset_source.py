@@ -1,6 +1,7 @@
 """Opens datasets from the hub or from `save_to_disk`, and lists the files of a folder as `datasets` does."""
 
 import logging
+import os
 from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
@@ -52,6 +53,9 @@ def list_folder(source: Source) -> tuple[str, ...] | None:
         raise UserError(f"{path}: no data files found in this directory ({one_line(error)})") from error
     if source.split not in files:
         raise UserError(f"{path}: no split {source.split}; there are: {', '.join(map(str, files))}; name one of them")
+    root = path.absolute()
+    if outside := [name for name in files[source.split] if not Path(os.path.abspath(name)).is_relative_to(root)]:
+        raise UserError(f"{path}: its README.md names {outside[0]}, which is outside of this directory; move the file")
     used = {Path(name).resolve() for names in files.values() for name in names}
     unused = [p for p in sorted(path.rglob("*")) if file_type(str(p))[0] in FILE_TYPES and p.resolve() not in used]
     if unused:  # `datasets` uses the most common file type of a folder and silently ignores files of other types.

@@ -14,7 +14,7 @@ from common.models.untrained import empty_model
 
 MAX_REPEATS = 10_000  # layers, experts, ...; the modules of more would take longer to build than a user waits
 MAX_PARAMETERS = 10**14  # no machine trains more
-REPEATED = re.compile("layer|depth|expert|stage|block(?!_size|_length)")  # in names of values that count modules
+REPEATED = re.compile("(?:layer|depth|expert|stage|block)s?$")  # how names of values end that count modules
 TOKEN_IDS = ("bos_token_id", "eos_token_id", "pad_token_id", "decoder_start_token_id")
 FIX = "fix it, or save the model again"
 
@@ -46,6 +46,17 @@ def check_generation(directory: Path, location: str) -> None:
             raise UserError(f"{location}: its generation_config.json is no JSON object; remove it")
         problems = list(_find_problems({name: settings[name] for name in TOKEN_IDS if name in settings}))
         raise_errors(f"{location}: its generation_config.json has {problem}; {FIX}" for problem in problems)
+
+
+def check_index(directory: Path, location: str) -> None:
+    """Raises UserError if an index of weight files names a file outside of the model's directory."""
+    for path in sorted(directory.glob("*.index.json")):
+        with reading(f"{location}: its {path.name}", FIX):
+            files = json.loads(path.read_bytes())["weight_map"].values()
+            if outside := sorted({name for name in files if Path(name).name != name}):
+                raise UserError(
+                    f"{location}: its {path.name} names {outside[0]}, which is not a file of this directory; {FIX}"
+                )
 
 
 def _find_problems(values: dict[str, Any]) -> Iterator[str]:

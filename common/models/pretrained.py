@@ -21,7 +21,7 @@ from common.data.hub import locate_pretrained
 from common.errors import UserError, one_line, shorten
 from common.internals.transformers_uncommon import has_model, keep_untied, read_matrices_in
 from common.models import tied_weights
-from common.models.config_checks import build_checked, check_generation
+from common.models.config_checks import build_checked, check_generation, check_index
 from common.models.single_copy import holds_weights
 from common.models.untrained import build_untrained, empty_model, make_ready
 from common.training.out_of_memory import is_out_of_memory
@@ -54,6 +54,7 @@ def load_config(
         )
     location = f"--model_name_or_path {name_or_path}"
     check_generation(Path(name), location)
+    check_index(Path(name), location)
     remote = model_class.__name__ in (getattr(config, "auto_map", None) or {})
     if not has_model(model_class, config) and not remote:
         kind = JOBS.get(model_class, model_class.__name__)

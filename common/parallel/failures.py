@@ -9,7 +9,7 @@ import time
 from contextlib import suppress
 from typing import NoReturn
 
-from common.disk_errors import explain_disk_error
+from common.disk_errors import explain_disk_error, write_status_in_place
 from common.errors import UserError
 from common.files import find_lost_directory
 from common.parallel import liveness
@@ -108,8 +108,13 @@ def note(reason: str) -> None:
     process = this_process()
     write, process.note_failure = process.note_failure, None
     if write is not None:
-        with suppress(OSError):  # a full disk, for example; the failure is printed anyway
-            write(f"failed {describe_place()}: {reason.splitlines()[0]}")
+        status = f"failed {describe_place()}: {reason.splitlines()[0]}"
+        try:
+            write(status)
+        except OSError:  # a full disk, for example; the failure is printed anyway
+            with suppress(OSError, ValueError):
+                for directory in process.output_locks:
+                    write_status_in_place(directory, cleaned(status))
 
 
 def record_reason(reason: str, status: int) -> None:
