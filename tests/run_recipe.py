@@ -47,6 +47,8 @@ def main():
                 change(flops, "of_run", lambda *_: None)
             for name, value in spec.get("changes", {}).items():
                 CHANGES[name](value)
+            if error_file := os.environ.get("TORCHELASTIC_ERROR_FILE"):
+                Path(error_file).unlink(missing_ok=True)  # that of an earlier run
             try:
                 runpy.run_path(recipe, run_name="__main__")
             except SystemExit as error:  # a dry run, or a run that was asked to stop
