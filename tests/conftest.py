@@ -267,10 +267,10 @@ def launch(*flags, config="cpu", script="recipes/lm.py", check=True, **env):
 def assert_refused(result, *patterns, lines=1):
     """A launch that ended with our own lines: `accelerate launch` reports 1, whatever the script's status is.
 
-    With several processes, the launcher's traceback follows, and ends with our line too.
+    With several processes, the launcher's traceback follows; that of a recipe ends with our line too.
     """
     errors = [line for line in result.stderr.splitlines() if line.startswith("error: ")]
-    if "ChildFailedError" in result.stderr:
+    if "traceback : none, because this is a user error" in result.stderr:
         last = result.stderr.rstrip("=\n").splitlines()[-1]
         assert last.startswith("  error: ") and last.removeprefix("  error: ") in "\n".join(errors), result.stderr
     assert result.returncode != 0 and errors, result.stdout + result.stderr

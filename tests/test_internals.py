@@ -439,7 +439,7 @@ def told(tmp_path_factory):
     """What tests/internals_alone.py prints, by subject."""
     environment = {"DS_ACCELERATOR": "cpu", "CUDA_VISIBLE_DEVICES": "", "PYTHONPATH": ROOT}
     script, directory = ROOT / "tests/internals_alone.py", tmp_path_factory.mktemp("alone")
-    result = run([BIN / "python", script, directory], **environment)
+    result = run([BIN / "python", "-B", script, directory], **environment)  # with an option, a Python of its own
     assert result.returncode == 0, result.stderr[-4000:]
     return dict(line.split(": ", 1) for line in result.stdout.splitlines() if ": " in line)
 

@@ -302,7 +302,7 @@ def test_a_gpu_computes_what_is_left_in_float32_as_tf32(precision, sees_gpu, mon
 
     monkeypatch.setattr(torch.accelerator, "is_available", lambda: sees_gpu)
     monkeypatch.setattr(torch.cuda, "is_available", lambda: sees_gpu)
-    monkeypatch.setattr(common.parallel.connect, "Accelerator", accelerator)
+    monkeypatch.setattr(common.parallel.connect, "RunAccelerator", accelerator)
     monkeypatch.setenv("ACCELERATE_USE_CPU", "false")
     before = torch.get_float32_matmul_precision()
     try:

@@ -11,7 +11,6 @@ from unittest.mock import patch
 import pytest
 import torch
 import torch.nn.functional as F
-from accelerate import Accelerator
 from accelerate.state import AcceleratorState, GradientState, PartialState
 from conftest import ROOT, write_rows
 from torch.optim.optimizer import register_optimizer_step_post_hook
@@ -21,6 +20,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, GptOssConfig, Mixt
 
 from common.parallel import connect, launch
 from common.training import accumulation, linear_cross_entropy
+from common.training.accumulation import RunAccelerator
 from common.training.activation_checkpointing import ACTIVATION_CHECKPOINTING
 
 META = torch.device("meta")
@@ -91,7 +91,7 @@ def step(recipe, flags, output_dir, device, precision):
     compile_module = torch.nn.Module.compile
 
     def make_accelerator(*args, **kwargs):
-        accelerator = Accelerator(cpu=True, mixed_precision=precision)
+        accelerator = RunAccelerator(cpu=True, mixed_precision=precision)
         PartialState().device = accelerator.state.device = device
         return accelerator
 
