@@ -133,7 +133,9 @@ def test_a_models_own_generation_settings_cannot_fail_a_run(rows, model_dir, tmp
     result = run_specs("lm", runs, tmp_path)
     for text in ("[1, 2]", '{"eos_token_id": ['):
         (model / "generation_config.json").write_text(text)
-        with pytest.raises(UserError, match="its generation_config.json(: cannot be used .JSONDecodeError| is no JSON object)"):
+        with pytest.raises(
+            UserError, match="its generation_config.json(: cannot be used .JSONDecodeError| is no JSON object)"
+        ):
             load_config(str(model), model_class=AutoModelForSeq2SeqLM)
     for name in GENERATION:
         for kind, figure in (("lm", "sample"), ("t5", "chrf")):
