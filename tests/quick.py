@@ -99,13 +99,14 @@ def distances(test: str, edges: dict[str, set[str]]) -> dict[str, int]:
 def choose(changed: list[str], edges: dict[str, set[str]]) -> list[str]:
     """The test files of what has changed, by what each file `looks_at`; the first ones of each changed file first.
 
-    These are its namesake (test_batching.py for batching.py) and those of FIRST, then the nearest, and of these first
+    These are its namesake (test_batching.py for batching.py), that of its folder in common/tasks/, and those of FIRST, then the nearest, and of these first
     those that run few recipes.
     """
     steps = {test: distances(test, edges) for test in edges if is_test(test) and test not in TOO_LONG}
     ranked = []
     for path in changed:
         names = [Path(path).stem] if path.startswith(("common/", "recipes/")) else []
+        names += [Path(path).parts[2]] if path.startswith("common/tasks/") else []
         names += ["docs"] if path.endswith(".md") else []
         names += [name for start, first in FIRST.items() if path.startswith(start) for name in first]
         own = [test for test in (f"tests/test_{name}.py" for name in names) if test in steps]
