@@ -99,8 +99,8 @@ def distances(test: str, edges: dict[str, set[str]]) -> dict[str, int]:
 def choose(changed: list[str], edges: dict[str, set[str]]) -> list[str]:
     """The test files of what has changed, by what each file `looks_at`; the first ones of each changed file first.
 
-    These are its namesake (test_batching.py for batching.py), that of its folder in common/tasks/, and those of FIRST, then
-    the nearest, and of these first those that run few recipes.
+    These are its namesake (test_batching.py for batching.py), that of its folder in common/tasks/, and those of FIRST,
+    then the nearest, and of these first those that run few recipes.
     """
     steps = {test: distances(test, edges) for test in edges if is_test(test) and test not in TOO_LONG}
     ranked = []
