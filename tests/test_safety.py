@@ -480,6 +480,7 @@ def test_what_leaves_a_process_has_no_secret_and_no_control_character(tmp_path, 
     texts = [*IN_TEXTS, *harmful, "true 1 cpu"]
     logger, handler = logging.getLogger("tests.of.output"), logging.StreamHandler()
     logger.addHandler(handler)
+    logger.propagate = False  # else pytest captures harmful texts, which it cannot send to its main process
     with monkeypatch.context() as patch:
         for name in ("stdout", "stderr"):
             patch.setattr(sys, name, getattr(sys, name))  # which the block restores
