@@ -38,6 +38,8 @@ def start_budget(run: Any, longest: int) -> TokenBudget | None:
     """Sets `args.micro_batch_tokens` on all ranks to the first budget: the default, or the budget of a resumed run.
 
     Returns the TokenBudget; None in a dry run, which needs only the number of tokens.
+
+    run: a `common.run.Run`. longest: tokens of the longest sample.
     """
     history = None
     if run.args.resume and run.accelerator.is_main_process:

@@ -53,7 +53,10 @@ def _problems(args: argparse.Namespace) -> Iterator[str]:
 
 
 def hand_over(args: argparse.Namespace) -> NoReturn:
-    """Replaces this process with the planner, which prints the plan for the machine of --plan."""
+    """Replaces this process with the planner, which prints the plan for the machine of --plan.
+
+    Raises UserError: one line per mistake in the command, or the planner is missing.
+    """
     raise_errors(_problems(args))
     # Only --plan is left out, because the launch command that the planner recommends repeats the other flags.
     planner = _start("--machine", args.plan, left_out=("--plan",))
@@ -62,7 +65,10 @@ def hand_over(args: argparse.Namespace) -> NoReturn:
 
 
 class Prediction:
-    """The memory prediction of a dry run, computed by a planner process in parallel to the dry run."""
+    """The memory prediction of a dry run, computed by a planner process in parallel to the dry run.
+
+    run: a `common.run.Run`, before its model is built.
+    """
 
     def __init__(self, run: Any):
         launch = run.launch_config

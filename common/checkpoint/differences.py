@@ -10,7 +10,12 @@ from common.models.lora import resolve_alpha
 
 
 def differences(saved: dict, now: dict, args: argparse.Namespace, size_flags: Iterable[str] = ()) -> Iterator[str]:
-    """Yields one line per difference between run and checkpoint."""
+    """Yields one line per difference between run and checkpoint.
+
+    Args:
+        saved, now: results of `identity.identify` at the start of the run and at the resume.
+        size_flags: names of the flags that determine the size of a sample, from `Traits`.
+    """
     allowed = args.allow_changed
     yield from _model_differences(saved["model"], now["model"])
     yield from _data_differences(saved, now, allowed, " and ".join(["", *(f"--{name}" for name in size_flags)]))

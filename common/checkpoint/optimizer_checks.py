@@ -15,6 +15,10 @@ def problems(state: OptimizerState, state_keys: dict[str, torch.Tensor | None], 
 
     An optimizer may have no state for some or all parameters (SGD without momentum). State counts as missing if the
     optimizer keeps tensors elsewhere, or has state for a parameter of the same group and number of dimensions.
+
+    Args:
+        state_keys: result of `Layout.state_keys`.
+        steps: the observed steps.
     """
     if steps is not None:
         yield from steps.problems()

@@ -211,7 +211,10 @@ def _check_cover(name: str, shape: tuple[int, ...], parts: list[_Range]) -> None
 
 
 class Reader:
-    """Reads the tensors of a checkpoint, in full or in part, for any sharding with which it was saved."""
+    """Reads the tensors of a checkpoint, in full or in part, for any sharding with which it was saved.
+
+    Raises UserError: the files of the ranks do not form complete tensors.
+    """
 
     def __init__(self, directory: Path, manifest: dict[str, Any]):
         self.directory, self.manifest = directory, manifest

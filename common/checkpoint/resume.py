@@ -40,6 +40,8 @@ def find_own(checkpoints: Any, identity: dict[str, Any], size_flags: Iterable[st
     """Returns the newest valid checkpoint of the output directory, after checking that it belongs to the run.
 
     The output directory is locked first, because a stopping run may still be writing its last checkpoint.
+
+    Raises UserError: see `Checkpoints.find`.
     """
     args, ranks, accelerator = checkpoints.args, checkpoints.ranks, checkpoints.accelerator
     if not args.dry_run:
@@ -86,7 +88,10 @@ def _require_seen(path: Path, manifest: dict[str, Any], ranks: Agreement) -> Non
 
 
 def is_valid(path: Path, manifest: dict[str, Any], ranks: Agreement) -> bool:
-    """Returns whether all files match the manifest. Each rank checks its share, and prints any problem."""
+    """Returns whether all files match the manifest. Each rank checks its share, and prints any problem.
+
+    Raises UserError: a rank does not see the checkpoint as rank 0 does.
+    """
     _require_seen(path, manifest, ranks)
     problem = find_damage(path, manifest, ranks.rank, ranks.world)
     if problem:
@@ -95,7 +100,10 @@ def is_valid(path: Path, manifest: dict[str, Any], ranks: Agreement) -> bool:
 
 
 def find_valid(ranks: Agreement, corrupted: set[Path]) -> Reader:
-    """Returns the newest valid checkpoint. Corrupted checkpoints are printed, added to `corrupted` and skipped."""
+    """Returns the newest valid checkpoint. Corrupted checkpoints are printed, added to `corrupted` and skipped.
+
+    Raises UserError: there is no valid checkpoint, or its format is newer.
+    """
     found, problems = list_on_main(ranks)
     for path, manifest in found:
         if manifest["format"] > FORMAT:

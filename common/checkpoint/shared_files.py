@@ -41,6 +41,8 @@ def share_output_dir(ranks: Agreement, args: argparse.Namespace) -> None:
     """Sets rank 0's output directory on all ranks, and checks that each host can see files in it.
 
     The default name contains the time, so it could differ between ranks.
+
+    Raises UserError: the hosts do not share the directory.
     """
     token: Any = None
     written: Path | None = None

@@ -6,7 +6,14 @@ from common.errors import UserError
 
 
 def chat_notes(name: str, counts: Counter) -> list[str]:
-    """Returns one line for each kind of message part that is omitted or has no targets."""
+    """Returns one line for each kind of message part that is omitted or has no targets.
+
+    Args:
+        name: name of the corpus, for the error message.
+        counts: the counts of `chats.encode_chats`.
+
+    Raises UserError, one line, if no answer contains a target.
+    """
     answers = f"{counts['answers']:,}"
     if counts["lost"] and counts["lost"] >= counts["answers"]:
         raise UserError(

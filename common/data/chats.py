@@ -24,7 +24,10 @@ CHATML = Path(__file__).with_name("chatml.jinja")
 
 
 def read_chat_template(name: str) -> str:
-    """Returns the chat template in a file, or the ChatML template for the name "chatml"."""
+    """Returns the chat template in a file, or the ChatML template for the name "chatml".
+
+    Raises UserError, one line, if the file cannot be read or the template is invalid or ignores the messages.
+    """
     try:
         text = (CHATML if name == "chatml" else Path(name)).read_text("utf-8")
     except (OSError, UnicodeDecodeError) as error:
@@ -53,6 +56,8 @@ def encode_chats(
 
     The tokens of the assistant's turns are the targets. `counts` receives the values that `chat_notes` reports and, by
     token id, the number of target turns that end with each special token.
+
+    Raises UserError if the template or the tokenizer cannot be used, or a row has no valid messages.
     """
     if not tokenizer.chat_template:
         raise UserError(

@@ -43,6 +43,8 @@ def list_folder(source: Source) -> tuple[str, ...] | None:
     """Returns the files of the split in a folder, sorted; None if the dataset is not a folder of files.
 
     `datasets` assigns files to splits by their names (train.jsonl, data/test-*.parquet) or by the list in README.md.
+
+    Raises UserError if there are no data files or the split does not exist.
     """
     path = Path(str(source.dataset_name)).expanduser()
     if not path.is_dir() or is_saved(path):

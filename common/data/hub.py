@@ -29,6 +29,11 @@ def locate(name: str, repo_type: str) -> Place:
 
     The result is cached per process. If the hub does not answer, all processes go offline, so that the loaders use
     their caches immediately.
+
+    Args:
+        repo_type: "model" or "dataset".
+
+    Raises UserError if a directory exists on this rank but not on rank 0, or the other way round.
     """
     path = Path(name).expanduser()
 
@@ -117,6 +122,8 @@ def identify_pretrained(name_or_path: str) -> str:
     """Returns the identity of a pretrained model: a hash of its directory's weights, or its hub name and commit.
 
     Only rank 0 reads the weights, because the files can be large and the disks of other hosts slow.
+
+    Raises UserError if the weight files of this host differ from those of rank 0 in name or size.
     """
     place, path = locate(name_or_path, "model"), Path(name_or_path).expanduser()
     if not place.is_here:
@@ -162,6 +169,8 @@ def load_split(name: str, config: str | None, split: str) -> Any:
 
     A dataset that was saved without splits is returned for any `split`. Data from the hub is downloaded once and
     memory-mapped by `datasets`, so that a second run needs no network.
+
+    Raises UserError if the dataset or the split cannot be read, or has no rows.
     """
     from datasets import Dataset, disable_progress_bars, load_dataset, load_from_disk
 

@@ -32,6 +32,8 @@ def read_chat(row: Row, column: str, counts: Counter) -> Chat:
     """Returns the conversation in a column, with the functions in the column `tools`.
 
     Null-valued keys that are dropped, and target marks without an effect, are added to `counts`.
+
+    Raises UserError if the messages or tools are invalid.
     """
     messages, is_trained = messages_of(row, column, counts), []
     for message in messages:
@@ -43,7 +45,10 @@ def read_chat(row: Row, column: str, counts: Counter) -> Chat:
 
 
 def is_wanted(message: Message, where: str) -> bool | None:
-    """Returns whether the message is marked as a target, or None if it has no such mark."""
+    """Returns whether the message is marked as a target, or None if it has no such mark.
+
+    Raises UserError if a mark is neither 0 nor 1, or if marks contradict each other.
+    """
     marks = {key: message[key] for key in TRAINING_KEYS if key in message}
     text = f"{where} has a message of {message['role']} with " + " and ".join(f"{k} {v!r}" for k, v in marks.items())
     if any(value not in (0, 1) for value in marks.values()):
@@ -54,7 +59,10 @@ def is_wanted(message: Message, where: str) -> bool | None:
 
 
 def messages_of(row: Row, column: str = "messages", counts: Counter | None = None) -> list[Message]:
-    """Returns the messages of a column in the single format of this module."""
+    """Returns the messages of a column in the single format of this module.
+
+    Raises UserError if the column is not a list of messages, or a message has no content or a part that is not text.
+    """
     messages = row.values.get(column)
     if not isinstance(messages, list) or not all(
         isinstance(m, dict) and isinstance(m.get("role"), str) for m in messages
@@ -170,7 +178,10 @@ def _tools_of(row: Row, counts: Counter) -> list[dict[str, Any]] | None:
 
 
 def with_system(row: Row, messages: list[Message]) -> list[Message]:
-    """Returns the messages, preceded by a system message with the text of the column `system`, if it is not empty."""
+    """Returns the messages, preceded by a system message with the text of the column `system`, if it is not empty.
+
+    Raises UserError if the messages begin with a different system text.
+    """
     if row.values.get("system") in (None, ""):
         return messages
     system = text_of(row, "system")
@@ -182,7 +193,10 @@ def with_system(row: Row, messages: list[Message]) -> list[Message]:
 
 
 def history_of(row: Row) -> list[Message]:
-    """Returns the earlier turns as messages, from the column `history`: a list of [question, answer] pairs."""
+    """Returns the earlier turns as messages, from the column `history`: a list of [question, answer] pairs.
+
+    Raises UserError if the column is not a list of such pairs.
+    """
     rounds = _from_json(row.values.get("history"), list) or []  # a CSV file contains JSON
     if not isinstance(rounds, list) or not all(
         isinstance(pair, list | tuple) and len(pair) == 2 and all(isinstance(text, str) for text in pair)

@@ -13,6 +13,8 @@ def load(name_or_path: str, trust_remote_code: bool, needs_end_of_text: bool) ->
 
     Args:
         needs_end_of_text: False for an encoder, which needs no end-of-text token if it has a pad token.
+
+    Raises UserError, one line, if the tokenizer is not found, cannot be loaded, or has no end-of-text token.
     """
     where, problem = locate_pretrained(name_or_path)
     try:

@@ -26,6 +26,8 @@ def python_functions(text: str) -> Iterator[str]:
     """Yields the source of each outermost function and method of a Python file, with decorators, without indentation.
 
     Lines are sliced because ast.get_source_segment splits all lines of the file again for every function.
+
+    Raises SyntaxError if the text is not valid Python.
     """
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # hides warnings on invalid escapes in third-party code

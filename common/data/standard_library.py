@@ -22,7 +22,10 @@ GENERATED = ("encodings", "pydoc_data", "_sysconfigdata", "config-")
 
 
 def open_embedded(source: Source) -> Corpus:
-    """Opens a part of the embedded corpus; its functions are extracted once into the cache."""
+    """Opens a part of the embedded corpus; its functions are extracted once into the cache.
+
+    Raises UserError if this Python has no source files.
+    """
     files = embedded_files(source.embedded)
     if not files:
         raise UserError("this Python has no source files of its standard library; give --train_file instead")

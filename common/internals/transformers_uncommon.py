@@ -100,6 +100,9 @@ def find_file(where: Mapping[str, Any], name: str, local_files_only: bool, must_
 
     Needs the arguments `_raise_exceptions_for_missing_entries` and `_raise_exceptions_for_connection_errors` of
     `transformers.utils.cached_file`; raises TypeError without them.
+
+    Args:
+        where: contains `pretrained_model_name_or_path`, and `revision` if it is not the default.
     """
     from transformers.utils import cached_file
 

@@ -8,6 +8,9 @@ def describe_call(settings: dict[str, Any], subfolder: str, model_class: str | N
 
     Only classifiers have adapters with fully trained layers. A DoRA adapter is loaded with peft's class, because
     transformers 5.23 re-initialises its magnitudes from the base.
+
+    settings: peft's configuration of the adapter.
+    subfolder: subdirectory with the model configuration if the adapter has its own head, otherwise empty.
     """
     options = ""
     if subfolder:

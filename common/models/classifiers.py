@@ -27,7 +27,10 @@ HEAD_RATE_HELP = f"peak learning rate of a new head (default: {HEAD_RATIO} x --l
 
 
 def resolve_head_rate(args: Arguments, is_new: bool) -> None:
-    """Sets the default of --head_learning_rate if the head is new."""
+    """Sets the default of --head_learning_rate if the head is new.
+
+    Raises UserError: the flag is set, but the model keeps its head or has no pretrained weights.
+    """
     if is_new:
         ratio = 1 if args.shared("lora_rank") else HEAD_RATIO
         args.head_learning_rate = args.head_learning_rate or ratio * args.learning_rate
@@ -42,6 +45,8 @@ def choose_labels(
 
     They are `names`, the labels of the data, if the head is new; otherwise the head's own, which must include `names`.
     classes: all labels in the order of their numbers, if the data numbers them; used for a head without label names.
+
+    Raises UserError: the head has different labels and `new_head` is not set, or `new_head` is set without a head.
     """
     has_head = any(name.endswith(HEAD) for name in config.architectures or ())
     if new_head and not has_head:

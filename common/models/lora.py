@@ -60,6 +60,8 @@ def add_adapter(
     float32. Frozen matrices have the dtype of the matmuls; float32 matrices would be cast in each matmul.
 
     new_weights: names of the weights that the pretrained model does not have; their layers are trained in full.
+
+    Raises UserError: a target is not a layer of the model, or peft cannot adapt it.
     """
     from peft import LoraConfig  # here because the import takes a second
 

@@ -38,7 +38,10 @@ JOBS = {
 def load_config(
     name_or_path: str, trust_remote_code: bool = False, model_class: Any = AutoModelForCausalLM
 ) -> PreTrainedConfig:
-    """Returns the configuration of a pretrained model of an Auto class: a local directory or a hub name."""
+    """Returns the configuration of a pretrained model of an Auto class: a local directory or a hub name.
+
+    Raises UserError: the model cannot be found or read, is only an adapter, or `model_class` does not support its type.
+    """
     where, problem = locate_pretrained(name_or_path)
     name, revision = where["pretrained_model_name_or_path"], where.get("revision")
     try:

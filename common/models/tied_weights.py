@@ -17,7 +17,10 @@ FILES = ("model.safetensors", "model.safetensors.index.json", "pytorch_model.bin
 
 
 def find_untied(where: Mapping[str, Any], model: PreTrainedModel) -> list[str]:
-    """Returns the names of weights that the model ties to a source weight although its files store different values."""
+    """Returns the names of weights that the model ties to a source weight although its files store different values.
+
+    where: location of the model, from `locate_pretrained`. model: on the `meta` device.
+    """
     ties = {target: source for target, source in model.all_tied_weights_keys.items() if target != source}
     with suppress(Exception):  # unreadable files: loading them reports the reason
         return [target for target, source in ties.items() if _differ(where, target, source)] if ties else []

@@ -67,7 +67,10 @@ def find_deepspeed_file(name: str, config_file: str) -> tuple[str, list[str]]:
 
 
 def read_deepspeed_config(config: str | dict[str, Any]) -> dict[str, Any]:
-    """Returns the settings of a DeepSpeed file; returns a dict of settings unchanged."""
+    """Returns the settings of a DeepSpeed file; returns a dict of settings unchanged.
+
+    Raises UserError: the file does not exist, or is not a JSON object; one line.
+    """
     if not isinstance(config, str):
         return config
     try:
@@ -108,7 +111,11 @@ def file_precision(config: str | dict[str, Any]) -> str | None:
 
 
 def check_zero(where: str, zero: Any, left: list[str], optimizer: str) -> Iterator[str]:
-    """Yields one line per problem with the section zero_optimization, or with the optimizer under ZeRO."""
+    """Yields one line per problem with the section zero_optimization, or with the optimizer under ZeRO.
+
+    Args:
+        left: names of the settings that were "auto" and now have DeepSpeed's defaults.
+    """
     if not isinstance(zero, dict) or not zero:
         yield f"{where}: it has no section zero_optimization; write one, as in ds_configs/"
         return

@@ -16,6 +16,8 @@ def check_space(launch: Launch, parameter_sizes: Callable[[], list[int]]) -> Non
     """Checks, before the model is built, that the files and buffers of the NVMe offload are large enough.
 
     Sets the size of the buffers. parameter_sizes: returns the number of elements of each parameter.
+
+    Raises UserError: one line per path with too little space, or one line if the configured buffers are too small.
     """
     check_nvme_space(launch.deepspeed_config, parameter_sizes, launch.num_machines)
     plugin = AcceleratorState().deepspeed_plugin
@@ -30,6 +32,8 @@ def check_nvme_space(
 
     Files need 16 bytes per parameter for the optimizer (float32 master weight, AdamW's two moments, gradient), and 4
     for the parameter itself. Each host stores an equal part of them.
+
+    Raises UserError: one line per path with too little space.
     """
     zero = read_deepspeed_config(config).get("zero_optimization", {})
     in_files = [part for part, device in offload_devices(zero).items() if device == "nvme"]
@@ -53,6 +57,7 @@ def size_nvme_buffers(config: dict[str, Any], parameter_sizes: Callable[[], list
 
     The size is a process's part of the largest parameter. DeepSpeed's default of 100 million elements is too small for
     the embedding of an 8 B model, which has 525 million. Returns whether the weights are on NVMe.
+    Raises UserError: the configured size is too small, so DeepSpeed would fail with an assertion.
     """
     zero = config.get("zero_optimization", {})
     if offload_devices(zero)["offload_param"] != "nvme":

@@ -21,7 +21,11 @@ MISTAKE_STATUS = 2  # exit status after a user error, on all ranks alike
 
 
 def end_failed(error: BaseException) -> None:
-    """Ends the process after a user error, Ctrl-C or a disk error; returns if the error keeps its traceback."""
+    """Ends the process after a user error, Ctrl-C or a disk error; returns if the error keeps its traceback.
+
+    Args:
+        explain: adds a note with advice to an error, such as to an out-of-memory error.
+    """
     _end_data_workers()
     if isinstance(error, UserError):
         exit_with_errors(str(error).splitlines())

@@ -124,7 +124,10 @@ def check_gpus(launch: Launch) -> list[str]:
 
 
 def find_unseen_gpu(root: Path = Path("/")) -> str | None:
-    """Returns a path that shows an NVIDIA GPU in this machine; None without, or if CUDA_VISIBLE_DEVICES hides it."""
+    """Returns a path that shows an NVIDIA GPU in this machine; None without, or if CUDA_VISIBLE_DEVICES hides it.
+
+    Call it if torch sees no GPU. root: directory that contains `dev` and `proc`.
+    """
     if os.environ.get("CUDA_VISIBLE_DEVICES", "0").strip() in ("", "-1"):
         return None
     found = [path for pattern in ("dev/nvidia[0-9]*", "proc/driver/nvidia/gpus/*") for path in root.glob(pattern)]

@@ -35,7 +35,11 @@ def gradient_peers(grid: ProcessGrid, rank: int) -> list[int]:
 
 @cache
 def group_of(members: Callable[[ProcessGrid, int], list[int]]) -> dist.ProcessGroup:
-    """Returns this rank's process group; created at the first call, which all ranks make together."""
+    """Returns this rank's process group; created at the first call, which all ranks make together.
+
+    Args:
+        members: returns the ranks in the group of a rank, such as `group_ranks`.
+    """
     all_groups = dict.fromkeys(tuple(members(current_grid(), rank)) for rank in range(dist.get_world_size()))
     made = {ranks: dist.new_group(list(ranks)) for ranks in all_groups}  # every rank must create all groups
     return next(group for ranks, group in made.items() if dist.get_rank() in ranks)

@@ -62,7 +62,10 @@ def _remote_address() -> str | None:
 
 @contextmanager
 def connecting(timeout: float) -> Iterator[None]:
-    """Names gloo's interface; limits the calls in the block, which create process groups, to `timeout` seconds."""
+    """Names gloo's interface; limits the calls in the block, which create process groups, to `timeout` seconds.
+
+    Raises UserError: the processes cannot connect.
+    """
     watch = this_process().rank_watch
     liveness.wait_for_all()  # earlier work, such as compiling an extension, may take longer on some hosts
     subject = f"rank {watch.rank} on host {watch.host}: all ranks have started, but do not connect to each other"

@@ -57,7 +57,14 @@ SILENCE = 15.0
 
 
 def start(timeout: float, grid: ProcessGrid) -> None:
-    """Waits until all ranks have arrived, then watches them; all ranks call it before they create the process group."""
+    """Waits until all ranks have arrived, then watches them; all ranks call it before they create the process group.
+
+    Args:
+        timeout: seconds to wait.
+        grid: the process grid; a message names a rank's pipeline stage.
+
+    Raises UserError: a rank has not arrived in time, or rank 0 cannot be reached.
+    """
     process = this_process()
     if process.rank_watch is None:
         process.num_watches += 1  # a store may be reused

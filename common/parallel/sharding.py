@@ -38,7 +38,11 @@ def share_of_cores() -> int:
 
 
 class ShardedLaunch:
-    """A launch of FSDP2 or DeepSpeed. Its methods are called in the order of their definition."""
+    """A launch of FSDP2 or DeepSpeed. Its methods are called in the order of their definition.
+
+    Attributes:
+        options: arguments of `Accelerator`.
+    """
 
     def __init__(self, launch: Launch, args: argparse.Namespace):
         self.launch, self.max_grad_norm = launch, args.max_grad_norm

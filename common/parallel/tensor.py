@@ -33,7 +33,11 @@ PARTIAL = "replicated_with_grad_allreduce"  # replicated weights between partiti
 
 
 def check_model(config: PreTrainedConfig, empty_model: Callable[[], PreTrainedModel], grid: ProcessGrid) -> list[str]:
-    """Returns a line if a model does not support tensor parallelism; called before the model is built."""
+    """Returns a line if a model does not support tensor parallelism; called before the model is built.
+
+    Args:
+        empty_model: builds the model on the meta device.
+    """
     if grid.tensor == 1:
         return []
     why = next(_why_not(config, empty_model, grid.tensor), None)

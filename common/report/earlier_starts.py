@@ -91,7 +91,10 @@ def repeated(totals: Totals) -> dict[str, float]:
 
 
 def add_repeated(totals: Totals, lines: list[dict[str, Any]], known: dict[str, float]) -> None:
-    """Adds time, tokens and number of the removed lines to the totals. Lines of older versions have no seconds."""
+    """Adds time, tokens and number of the removed lines to the totals. Lines of older versions have no seconds.
+
+    lines: removed from metrics.jsonl. known: the totals of repeated updates over earlier starts, from run.json.
+    """
     sums = {name: max(totals.get(name), value) for name, value in known.items()}
     totals.saved |= sums
     for line in lines:

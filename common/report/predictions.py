@@ -53,7 +53,10 @@ def measure(
 
 
 def draw_confusion(predictions: np.ndarray, targets: np.ndarray, names: Sequence[str], output_dir: Path) -> str:
-    """Draws confusion.png, the number of samples of each class (row) by predicted class (column)."""
+    """Draws confusion.png, the number of samples of each class (row) by predicted class (column).
+
+    Returns a line with its path.
+    """
     # Imported here because it takes seconds; not pyplot, which may need a display.
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure

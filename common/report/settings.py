@@ -70,7 +70,10 @@ def _source(launch: Launch, name: str) -> str:
 def print_dry_run(
     args: argparse.Namespace, launch: Launch, accelerator: Accelerator, num_left: int, memory: str
 ) -> None:
-    """Prints the settings as three columns (name, value, source), without secrets, and the outcome of a dry run."""
+    """Prints the settings as three columns (name, value, source), without secrets, and the outcome of a dry run.
+
+    num_left: number of updates that remain to be trained. memory: predicted peak memory, as text.
+    """
     settings = list_settings(args, launch, accelerator)
     rows = [[name, str(redact({name: value})[name]), source] for name, value, source in settings]
     widths = [min(limit, max(len(row[column]) for row in rows)) for column, limit in ((0, 60), (1, 40))]

@@ -56,6 +56,8 @@ def compile_layers(model: nn.Module, varies: bool) -> int:
 
     Args:
         varies: whether shapes differ between micro-batches; then the first graph is already for any shape.
+
+    Returns: the number of compiled modules.
     """
     stacks = [m for m in model.modules() if isinstance(m, nn.ModuleList) and len(m) > 1 and len(set(map(type, m))) == 1]
     nested = {id(module) for stack in stacks for module in stack.modules() if module is not stack}

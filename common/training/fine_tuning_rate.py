@@ -10,6 +10,10 @@ ADAPTER_RATIO = 10
 
 
 def default_rate(args: Arguments, fine_tuning_rate: float | Callable[[Arguments], float]) -> float:
-    """Returns the default learning rate: of the full model, or ADAPTER_RATIO times that for an adapter."""
+    """Returns the default learning rate: of the full model, or ADAPTER_RATIO times that for an adapter.
+
+    Args:
+        fine_tuning_rate: learning rate of the full model, as a number or a function of the flags.
+    """
     rate = fine_tuning_rate(args) if callable(fine_tuning_rate) else fine_tuning_rate
     return rate * (ADAPTER_RATIO if args.shared("lora_rank") else 1)

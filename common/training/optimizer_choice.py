@@ -16,7 +16,10 @@ def name_optimizers(*properties: str) -> str:
 
 
 def smaller_optimizers(name: str, is_split: bool) -> list[str]:
-    """Returns the optimizers with less state that can replace `name` at AdamW's learning rate."""
+    """Returns the optimizers with less state that can replace `name` at AdamW's learning rate.
+
+    is_split: whether a process has only shards of the weights or parts of layers.
+    """
     return [
         other
         for other, info in OPTIMIZERS.items()
@@ -42,7 +45,10 @@ def keep_objects(optimizer: Any, groups: list[dict[str, Any]], state: Any) -> No
 
 
 def check_rate(optimizer: torch.optim.Optimizer) -> None:
-    """Checks that `set_learning_rate` reaches every trained group of the optimizer from `accelerator.prepare`."""
+    """Checks that `set_learning_rate` reaches every trained group of the optimizer from `accelerator.prepare`.
+
+    Raises UserError: an inner optimizer has separate groups.
+    """
     inner = inner_optimizer(optimizer)
     groups = [(owner, group) for owner in (inner, *wrapped_optimizers(inner)) for group in owner.param_groups]
     before = [group["lr"] for _, group in groups]

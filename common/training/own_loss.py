@@ -13,7 +13,10 @@ from common.training.output_head import MoreTerms, own_loss_is_cross_entropy
 
 
 def choose_own_loss(model: PreTrainedModel, error: Exception, keeps_own_loss: bool) -> tuple[Callable[..., Any], str]:
-    """Returns the function that computes the loss sum, and a line that describes it; equal on ranks without weights."""
+    """Returns the function that computes the loss sum, and a line that describes it; equal on ranks without weights.
+
+    error: error of `examine_head`.
+    """
     has_weights = not any(parameter.is_meta for parameter in model.parameters())
     reason = " ".join(f"{error}".split())[:200] or type(error).__name__
     if isinstance(error, MoreTerms) and keeps_own_loss:

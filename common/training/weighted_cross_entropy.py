@@ -11,7 +11,12 @@ from torch import Tensor
 def apply_to_token_losses(
     loss_of: Callable[[Tensor], Any], loss_sum: Callable[..., Tensor], rows: Tensor, with_gradients: bool
 ) -> Any:
-    """Returns the result of `linear_cross_entropy` with `loss_of`: the loss, and the other values that it returns."""
+    """Returns the result of `linear_cross_entropy` with `loss_of`: the loss, and the other values that it returns.
+
+    Args:
+        loss_sum: computes the sum of the token losses, with or without gradients, weighted per row.
+        rows: (N,), buffer for the token losses.
+    """
     with torch.no_grad():
         loss_sum(False, rows=rows)
     if not with_gradients:

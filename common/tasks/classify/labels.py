@@ -129,7 +129,10 @@ def label_names(examples: list[Example]) -> list[str]:
 
 
 def encode_labels(examples: list[Example], names: list[str] | None) -> np.ndarray:
-    """Returns the targets (N,): int64 indices into `names`, or float32 numbers without names."""
+    """Returns the targets (N,): int64 indices into `names`, or float32 numbers without names.
+
+    Raises UserError with file and row if a label is not in `names` or, without names, is not a finite number.
+    """
     if names is None:
         numbers = [_number(example.label) for example in examples]
         if None in numbers:

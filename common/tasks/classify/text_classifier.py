@@ -113,7 +113,15 @@ def choose_model(
     names: list[str] | None,
     classes: list[str] | None,
 ) -> tuple[PreTrainedConfig, PreTrainedTokenizerBase, list[str] | None]:
-    """Returns configuration, tokenizer and labels of a pretrained model, or of a BERT model from scratch."""
+    """Returns configuration, tokenizer and labels of a pretrained model, or of a BERT model from scratch.
+
+    Args:
+        sizes: models from scratch by name: layers, width, heads, MLP width, vocabulary, ...
+        source: the training text, on which a new tokenizer is trained.
+        names, classes: the labels and class names that `read_rows` returns.
+
+    Raises UserError if the model's head has different labels, or the texts do not fit the model.
+    """
     if args.model_name_or_path:
         config = load_config(args.model_name_or_path, args.trust_remote_code, AutoModelForSequenceClassification)
         tokenizer = load_tokenizer(args.model_name_or_path, args.trust_remote_code, needs_end_of_text=False)

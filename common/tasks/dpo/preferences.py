@@ -64,6 +64,8 @@ def tokenize_preferences(
     Args:
         length: maximum number of input tokens of a prompt with an answer; longer sequences are truncated at the end.
         reference: identity of the reference model.
+
+    Raises UserError with file and location if something cannot be read or yields no sample.
     """
     if source.parts:
         raise UserError("files of preferences cannot be mixed by weights; remove the weights from --train_file")

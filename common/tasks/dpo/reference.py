@@ -35,7 +35,12 @@ def identify_reference(args: argparse.Namespace) -> str:
 
 
 def of_answers(model: nn.Module, micro_batch: dict[str, Tensor], loss_of: Callable[[Tensor], Any]) -> Any:
-    """Returns `loss_of(log_probabilities)` of P pairs; log_probabilities (P, 2): of each chosen and rejected answer."""
+    """Returns `loss_of(log_probabilities)` of P pairs; log_probabilities (P, 2): of each chosen and rejected answer.
+
+    Args:
+        model: a model that `sum_token_losses` has changed.
+        loss_of: if gradients are needed, its result is a tuple that begins with the loss.
+    """
 
     def of_tokens(losses: Tensor) -> Any:
         answers = F.pad(losses, (0, 1))[micro_batch["target_places"]]  # (2 P, T); padding reads the appended 0

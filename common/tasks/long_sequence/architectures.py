@@ -82,7 +82,10 @@ def _resolve_segments(args: argparse.Namespace, length: int, subject: str) -> It
 
 
 def choose_model(args: argparse.Namespace, source: Source) -> tuple[PreTrainedConfig, PreTrainedTokenizerBase]:
-    """Returns configuration and tokenizer of a pretrained model, or of a model from scratch; sets defaults of flags."""
+    """Returns configuration and tokenizer of a pretrained model, or of a model from scratch; sets defaults of flags.
+
+    Raises UserError with one line for each flag that has no effect on the model or has an invalid value.
+    """
     if args.model_name_or_path:
         config = load_config(args.model_name_or_path, args.trust_remote_code)
         raise_errors(_resolve_flags(args, getattr(config, "cell", "transformer")))
@@ -113,6 +116,9 @@ def make_config(args: argparse.Namespace, tokenizer: PreTrainedTokenizerBase) ->
 
 def sum_losses_in_pieces(model: PreTrainedModel, args: argparse.Namespace, length: int) -> str:
     """Changes `model(...)` to return the summed loss of a micro-batch's targets, computed in pieces.
+
+    Args:
+        length: number of tokens of the longest sample.
 
     Returns a line that describes the pieces. Raises UserError if --mlp_rows is set but the model has no layers with an
     `mlp`.

@@ -19,7 +19,11 @@ SHAPE = ("num_hidden_layers", "hidden_size", "num_attention_heads", "num_key_val
 
 
 def resolve_mixture(parser: argparse.ArgumentParser, args: Arguments, size: tuple | None) -> None:
-    """Sets defaults of the mixture flags; exits with one line if flags contradict each other."""
+    """Sets defaults of the mixture flags; exits with one line if flags contradict each other.
+
+    Args:
+        size: sizes of the model from scratch, as in `choose_mixture`, or None.
+    """
     is_pretrained = args.model_name_or_path and not args.upcycle
     if args.upcycle and not args.model_name_or_path:
         parser.error("--upcycle has no effect without --model_name_or_path; name a dense model")

@@ -64,6 +64,8 @@ def find_layers(model: PreTrainedModel) -> list[Layer]:
     """Returns the sparse layers of a transformers model, in order; empty for a dense model.
 
     A sparse layer is recognised by its experts: a single module that is called with the chosen experts.
+
+    Raises UserError for a mixture of experts without such modules.
     """
     recorded: Any = getattr(model, "can_record_outputs", {}).get("router_logits")
     if not recorded:
@@ -259,7 +261,11 @@ class Routing:
 
     @torch.no_grad()
     def end_update(self, finite: bool, reduced: dict[str, Any]) -> dict[str, float]:
-        """Returns metrics to record; with balance `bias`, also updates the biases, identically on all ranks."""
+        """Returns metrics to record; with balance `bias`, also updates the biases, identically on all ranks.
+
+        finite: whether the optimizer's step was applied. reduced: the sums of `values_to_reduce` over the ranks, on the
+        host.
+        """
         if not self.layers:
             return {}
         counts = reduced["expert_counts"]
@@ -307,13 +313,19 @@ def describe_results(results: dict[str, Any]) -> list[str]:
 
 
 def moe_config(shape: dict[str, Any], num_experts: int, top_k: int, expert_width: int) -> Ernie4_5_MoeConfig:
-    """Returns the configuration with a mixture in every layer and no shared experts."""
+    """Returns the configuration with a mixture in every layer and no shared experts.
+
+    shape: arguments of the Ernie4_5Config of the dense counterpart.
+    """
     experts = {"moe_num_experts": num_experts, "moe_k": top_k, "moe_intermediate_size": expert_width}
     return Ernie4_5_MoeConfig(**shape | experts | {"moe_num_shared_experts": 0, "moe_layer_start_index": 0})
 
 
 def upcycled_config(dense: PreTrainedConfig, num_experts: int, top_k: int) -> Ernie4_5_MoeConfig:
-    """Returns the configuration of the model that `upcycle` builds from a dense model."""
+    """Returns the configuration of the model that `upcycle` builds from a dense model.
+
+    Raises UserError if the dense model cannot be up-cycled.
+    """
     name = f"--upcycle: --model_name_or_path is a {dense.model_type}"
     if hasattr(dense.get_text_config(), "num_experts_per_tok"):
         raise UserError(f"{name}, a mixture of experts already; remove --upcycle")
@@ -334,6 +346,9 @@ def upcycle(dense: PreTrainedModel, model: PreTrainedModel) -> PreTrainedModel:
 
     The result computes the same function as the dense model, because the routing weights of a token sum to 1
     (Komatsuzaki et al., arXiv:2212.05055).
+
+    Args:
+        model: a model of `upcycled_config`, which is changed and returned.
     """
     weights = dense.state_dict()
     for name, into in model.state_dict().items():

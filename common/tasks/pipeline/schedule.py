@@ -55,6 +55,10 @@ class Pipeline:
     ) -> list[Tensor]:
         """Runs forward and backward of this rank's micro-batches of a global batch, and reduces the gradients.
 
+        Args:
+            model: as returned by `run.prepare`.
+            scale: factor on each loss in backward.
+
         Returns unscaled sums of token losses, which `reduce_update` sums over the ranks; 0 except on the last stage.
         The last stage multiplies its sums by the number of stages, because `reduce_update` divides by it.
         """

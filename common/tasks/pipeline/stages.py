@@ -26,7 +26,11 @@ OTHER_MODEL = "use a different model"
 
 
 def check_stages(config: PreTrainedConfig, grid: ProcessGrid | None = None) -> Iterator[str]:
-    """Yields one line if a causal language model cannot be split into stages; works before the model is built."""
+    """Yields one line if a causal language model cannot be split into stages; works before the model is built.
+
+    Args:
+        grid: contains the number of stages; default: the grid of this run.
+    """
     grid = grid or current_grid()
     if grid.pipeline == 1:
         return
@@ -48,6 +52,10 @@ def choose_stage_starts(parameters: list[int], flops: list[int], num_stages: int
 
     The size of a stage is the larger of its fraction of all parameters (memory) and its fraction of all matmuls (time).
     The minimum is exact, found by dynamic programming.
+
+    Args:
+        parameters, flops: results of `count_parts`: embedding, each layer, and norm and head together.
+        num_stages: at most the number of layers.
     """
     num_layers = len(parameters) - 2
     totals = [sum(parameters), sum(flops)]

@@ -47,7 +47,14 @@ def check_arguments(args: argparse.Namespace) -> Iterator[str]:
 def choose_model(
     args: argparse.Namespace, sizes: dict[str, tuple], source: Source, columns: tuple[str, str]
 ) -> tuple[PreTrainedConfig, PreTrainedTokenizerBase]:
-    """Returns configuration and tokenizer of a pretrained model, or of a T5 model from scratch."""
+    """Returns configuration and tokenizer of a pretrained model, or of a T5 model from scratch.
+
+    Args:
+        sizes: models from scratch by name: layers per stack, width, heads, width per head, MLP width, vocabulary, ...
+        source: the training text; a new tokenizer is trained on its `columns`.
+
+    Raises UserError with one line per reason why tokenizer or lengths do not fit the model.
+    """
     config: Any
     if args.model_name_or_path:
         config = load_config(args.model_name_or_path, args.trust_remote_code, AutoModelForSeq2SeqLM)
@@ -130,6 +137,8 @@ def prepare_encoder_decoder(model: PreTrainedModel) -> PreTrainedModel:
 
     Call it on the bare model, on all ranks together. transformers creates separate modules for encoder and decoder, and
     FSDP2 rejects a weight in two of its groups. An embedding with a separate weight in the checkpoint stays separate.
+
+    Raises UserError if the model begins targets differently from `collate_pairs` (mBART: with a language token).
     """
     if callable(shift := getattr(model, "prepare_decoder_input_ids_from_labels", None)):
         if shift(torch.arange(2, 6).unsqueeze(0))[0].tolist() != [model.config.decoder_start_token_id, 2, 3, 4]:

@@ -48,6 +48,8 @@ def tokenize_pairs(
         columns: the columns of source and target. In the embedded corpus, the source is a function without its
             docstring, and the target is the first line of the docstring.
         source_length, target_length: maximum number of tokens, including special tokens; longer texts are truncated.
+
+    Raises UserError with file and location if something cannot be read, or a source or target is empty.
     """
     if source.parts:
         from common.data.mixed import Mixed

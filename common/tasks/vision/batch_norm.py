@@ -28,7 +28,10 @@ def use_group_norm(model: nn.Module) -> None:
 
 
 def resolve_norm(args: argparse.Namespace, model: nn.Module) -> None:
-    """For a model with batch norm, sets the default of `args.norm`, and `args.drop_last_window`."""
+    """For a model with batch norm, sets the default of `args.norm`, and `args.drop_last_window`.
+
+    Raises UserError if --norm has no effect on the model, or a micro-batch is too small for batch norm.
+    """
     if not any(isinstance(module, BATCH_NORMS) for module in model.modules()):
         if args.norm in ("batch", "sync_batch"):
             raise UserError(f"--norm {args.norm}: {type(model).__name__} has no batch norm; remove it")

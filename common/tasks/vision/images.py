@@ -88,6 +88,9 @@ def preprocess(images: Images, size: tuple[int, int] | None = None, channels: in
     Args:
         size: height and width to which all images are scaled; None: the common size of all images.
         channels: 1 or 3; None: 1 if all images are gray, otherwise 3.
+
+    Raises UserError if the images have different sizes and no size is set, an image cannot be decoded, or the images
+    have colours but the model has one channel.
     """
     sampled = evenly_spaced(len(images.labels))
     totals, all_gray = np.zeros((2, 3)), True
@@ -171,7 +174,11 @@ def check_augmentations(names: Iterable[str]) -> Iterator[str]:
 
 
 class ImageSamples:
-    """Images, a `common.training.batching.Samples`: an item is (uint8 pixels (C, H, W), label)."""
+    """Images, a `common.training.batching.Samples`: an item is (uint8 pixels (C, H, W), label).
+
+    Args:
+        augment: names of `AUGMENTATIONS`, applied in their order; empty for evaluation.
+    """
 
     unit = "images"
     max_length = 1
