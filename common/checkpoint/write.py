@@ -52,7 +52,7 @@ class Writer:
         optimizer: torch.optim.Optimizer,
         in_place: bool,
     ) -> None:
-        """Copies the pieces that this rank owns, and starts to write them."""
+        """Copies the pieces that this rank owns, and starts to write them. Raises UserError: the disk is full."""
         self.manifest = manifest
         partial = self.ranks.directory / f"update-{manifest['update']:06}{PARTIAL}"
         # Sorted by element size, the largest first, so that each tensor is aligned to its element size in the file.

@@ -15,7 +15,10 @@ NUMBER = re.compile(r"(?:(?:[0-9]{1,30}\.?[0-9]{0,30}|\.[0-9]{1,30})(?:e[+-]?[0-
 
 
 def training_files(given: list[str], **columns: Any) -> Source:
-    """Returns the files of --train_file as one source, or, with weights, as the parts of a mixed source."""
+    """Returns the files of --train_file as one source, or, with weights, as the parts of a mixed source.
+
+    Raises UserError with one line per problem with the weights.
+    """
     named = [_split_weight(path) for path in given]
     if all(weight is None for _, weight in named):
         return Source(files=tuple(given), **columns)
@@ -32,7 +35,10 @@ def training_files(given: list[str], **columns: Any) -> Source:
 
 
 def held_out_files(files: list[str], is_mixed: bool, **columns: Any) -> Source:
-    """Returns the files of --validation_file as one source, or as one source each if the training data is mixed."""
+    """Returns the files of --validation_file as one source, or as one source each if the training data is mixed.
+
+    Raises UserError if a file has a weight or belongs to two sources.
+    """
     raise_errors(needless_weights("--validation_file", files, "all held-out data is evaluated; remove the weights"))
     if not is_mixed or len(files) == 1:
         return Source(files=tuple(files), **columns)

@@ -67,7 +67,7 @@ def check_deepspeed(
 def settle_deepspeed(
     config: str | dict[str, Any], args: argparse.Namespace, mixed_precision: str, grid: ProcessGrid
 ) -> Settled:
-    """Returns DeepSpeed's resolved settings, with messages."""
+    """Returns DeepSpeed's resolved settings, with messages. Raises UserError: the file cannot be read."""
     settled = Settled(copy.deepcopy(read_deepspeed_config(config)))
     for key in settled.config:
         nearest = difflib.get_close_matches(key, TOP_KEYS, n=1, cutoff=0.8)

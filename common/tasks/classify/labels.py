@@ -42,7 +42,10 @@ class Example(NamedTuple):
 def read_examples(
     source: Source, pair_column: str | None, label_column: str
 ) -> tuple[str, list[Example], list[str] | None]:
-    """Returns (name with unused columns, rows, class names) of a source; class names are None without numbers."""
+    """Returns (name with unused columns, rows, class names) of a source; class names are None without numbers.
+
+    Raises UserError with file and row for a missing column, text or label.
+    """
     corpus = open_source(source)
     text_columns = (source.text_column, pair_column) if pair_column else (source.text_column,)
     wanted = (*text_columns, label_column)

@@ -63,7 +63,10 @@ def _read(args: Arguments, source: Source) -> tuple[Rows, list[str] | None]:
 
 
 def fine_tuning_rate(args: Arguments) -> float:
-    """Returns the learning rate for full fine-tuning of --model_name_or_path; it is lower for a wider model."""
+    """Returns the learning rate for full fine-tuning of --model_name_or_path; it is lower for a wider model.
+
+    Raises UserError if the model does not exist.
+    """
     config = load_config(args.model_name_or_path, args.trust_remote_code, AutoModelForSequenceClassification)
     width = getattr(config.get_text_config(), "hidden_size", BASE_WIDTH)
     rate = min(max(BASE_RATE * (BASE_WIDTH / width) ** 2, LOWEST_RATE), HIGHEST_RATE)

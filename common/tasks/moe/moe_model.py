@@ -55,7 +55,10 @@ def resolve_mixture(parser: argparse.ArgumentParser, args: Arguments, size: tupl
 def choose_mixture(
     args: Arguments, sizes: dict[str, tuple], source: Source
 ) -> tuple[PreTrainedConfig, PreTrainedTokenizerBase]:
-    """Returns configuration and tokenizer of a pretrained mixture, an up-cycled model, or a model from scratch."""
+    """Returns configuration and tokenizer of a pretrained mixture, an up-cycled model, or a model from scratch.
+
+    Raises UserError if `--balance` does not support the pretrained model's routers, or the model cannot be up-cycled.
+    """
     if args.model_name_or_path:
         config = load_config(args.model_name_or_path, args.trust_remote_code)
         tokenizer = load_tokenizer(args.model_name_or_path, args.trust_remote_code)

@@ -119,7 +119,10 @@ def preprocess(images: Images, size: tuple[int, int] | None = None, channels: in
 def preprocess_for(
     name_or_path: str, config: PreTrainedConfig, images: Images, size: tuple[int, int] | None = None
 ) -> Preprocessing:
-    """Returns the result of `preprocess`, with the pretrained model's size, channels, mean and standard deviation."""
+    """Returns the result of `preprocess`, with the pretrained model's size, channels, mean and standard deviation.
+
+    Raises UserError if the model requires a fixed image size that differs from `size`.
+    """
     try:
         location, _ = locate_pretrained(name_or_path)
         settings, _ = ImageProcessingMixin.get_image_processor_dict(**location)
