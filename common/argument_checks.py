@@ -94,7 +94,7 @@ def _check_writable(path: Path) -> list[str]:
 def check_samples(
     args: Arguments, traits: Traits, train: Samples, validation: Samples | None, grid: ProcessGrid
 ) -> None:
-    """Checks that the data fills a global batch and each sample fits a micro-batch; converts epochs to updates."""
+    """Converts epochs to updates. Raises UserError: too few samples, or one that does not fit a micro-batch."""
     longest = max(train.max_length, validation.max_length if validation else 0)
     tokens = args.micro_batch_tokens if traits.lengths_vary else None
     is_too_long = tokens not in (None, "auto") and tokens * grid.sequence < longest

@@ -283,7 +283,7 @@ def choose_model(
 
 
 def text_sources(args: Arguments) -> "tuple[Source, Source | None]":
-    """Returns the sources of training and held-out text that the flags select; by default the embedded corpus."""
+    """Returns the sources of training and held-out text. Raises UserError: flags or files that cannot be used."""
     # Imported here because recipes without text do not need these modules.
     from common.data.source_types import Source
     from common.data.sources import check_sources

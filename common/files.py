@@ -33,7 +33,7 @@ def fsync(path: Path) -> None:
 
 
 def open_new(path: Path, buffering: int = -1) -> Any:
-    """Opens a new binary file, in the place of a file or link of this name; a link is never followed."""
+    """Opens a new binary file instead of a file or link of this name; a link is never followed."""
     path.unlink(missing_ok=True)
     return open(path, "xb", buffering=buffering)
 

@@ -61,7 +61,10 @@ class Checkpoints:
             share_output_dir(self.ranks, args)
 
     def find(self, identity: dict[str, Any], size_flags: Iterable[str]) -> Any:
-        """Returns the newest valid checkpoint, or None without --resume. Prints and skips corrupted checkpoints."""
+        """Returns the newest valid checkpoint, or None without --resume. Prints and skips corrupted checkpoints.
+
+        Raises UserError: the directory is in use, or there is no valid checkpoint, or one of different settings.
+        """
         is_requested = 0 < self.args.save_every <= self.args.num_updates or self.args.keep_best
         if self.unsupported and (self.args.resume or is_requested):
             raise UserError(self.unsupported)
@@ -92,7 +95,7 @@ class Checkpoints:
             self.last_saved = reader.manifest["update"]
 
     def start(self, *pretrained: Any, model: torch.nn.Module, **metadata: Any) -> None:
-        """Locks the output directory for this run, and removes incomplete files of killed saves."""
+        """Locks the output directory, and removes files of killed saves. Raises UserError: another process uses it."""
         model = without_wrapper(model)
         # The class name in a single process; FSDP2 uses its own class, FSDPLlamaForCausalLM.
         self.metadata = metadata | {"architecture": type(model).__name__.removeprefix("FSDP")}
@@ -145,6 +148,7 @@ class Checkpoints:
         """Copies the state and starts to write it; call it only between two updates.
 
         in_place: write without a copy, which saves memory; the call returns when the state is written.
+        Raises UserError: the disk is full, the previous save failed, or a part of the state would be missing.
         """
         if state.update == self.last_saved:
             return

@@ -40,7 +40,7 @@ def open_binary(path: str) -> AbstractContextManager[IO[bytes]]:
 
 
 def decode(path: str, size: int | None = None) -> Iterator[str]:
-    """Yields lines including "\\n", the only line separator, or pieces of about `size` bytes that end after a line."""
+    """Yields lines with "\\n", the only separator, or pieces of `size` bytes or more. Raises UserError: not UTF-8."""
     decoder = codecs.getincrementaldecoder("utf-8-sig")()  # drops the byte order mark of Windows editors
     position = 0
     with open_binary(path) as file:

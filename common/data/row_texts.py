@@ -13,7 +13,7 @@ BATCH_CHARACTERS = 1 << 20  # per tokenizer call, which temporarily uses about 1
 def text_of(row: Row, column: str) -> str:
     """Returns a row's text; raises UserError if the column is missing or its value is not a valid string."""
     if column not in row.values:
-        from common.data.column_checks import missing_column
+        from common.data.column_errors import missing_column
 
         raise UserError(missing_column(row.where, [column], tuple(row.values)))
     text = row.values[column]

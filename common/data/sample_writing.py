@@ -85,7 +85,7 @@ def _encode_stream(
 def corpus_facts(
     corpus: Corpus, columns: tuple[str, ...], counts: Counter, tokenizer: PreTrainedTokenizerBase, *notes: str
 ) -> dict[str, Any]:
-    """Returns the metadata to save with the tokens of a corpus, including all non-empty notes."""
+    """Returns the metadata of a corpus, with all notes that are not empty. Raises UserError: no answer has a target."""
     end_tokens, lines = [tokenizer.eos_token_id], list(filter(None, notes))
     if counts["chats"]:
         from common.data.chat_notes import chat_notes

@@ -97,7 +97,7 @@ def names_decide(source: Source, shape: str | None) -> bool:
 
 
 def choose_columns(corpus: Corpus, source: Source, shape: str | None) -> tuple[str, tuple[str, ...]]:
-    """Returns (shape, columns): requested columns, else messages, else prompt and completion, else text."""
+    """Returns (shape, columns): those requested, else messages, else a pair, else text. Raises UserError: none."""
     pair = (source.prompt_column or PAIR[0], source.completion_column or PAIR[1])
     if source.prompt_column or source.completion_column:
         check_columns(corpus, pair, "--prompt_column, --completion_column")
@@ -107,7 +107,7 @@ def choose_columns(corpus: Corpus, source: Source, shape: str | None) -> tuple[s
             if set(columns) <= set(corpus.columns):
                 return "examples", columns
     if source.text_column not in corpus.columns:
-        from common.data.column_checks import pair_hint
+        from common.data.column_errors import pair_hint
 
         check_columns(corpus, (source.text_column,), f"--text_column{pair_hint(corpus.columns)}")
     return shape or "blocks", (source.text_column,)
@@ -116,6 +116,6 @@ def choose_columns(corpus: Corpus, source: Source, shape: str | None) -> tuple[s
 def check_columns(corpus: Corpus, wanted: tuple[str, ...], flags: str = "") -> None:
     """Raises UserError, one line that names the `flags` to set, if a required column is missing."""
     if missing := [column for column in wanted if column not in corpus.columns]:
-        from common.data.column_checks import missing_column
+        from common.data.column_errors import missing_column
 
         raise UserError(missing_column(corpus.name, missing, corpus.columns) + (f" ({flags})" if flags else ""))

@@ -86,7 +86,7 @@ def _read_parquet(path: str, wanted: tuple[str, ...] | None, unused: Counter[str
                 unused.update(dict.fromkeys(set(names) - set(wanted), 1))
                 columns = [name for name in wanted if name in names]
             if not columns:
-                from common.data.column_checks import missing_column
+                from common.data.column_errors import missing_column
 
                 raise UserError(missing_column(path, list(wanted or ()), names))
             classes = _classes_of(file.schema_arrow)

@@ -36,6 +36,8 @@ def tokenize(
 ) -> "Samples | Mixed":
     """Tokenises a source once and opens the result; of several concurrent processes, one tokenises and the others wait.
 
+    Raises UserError, with file and location, if something cannot be read or yields no sample.
+
     Args:
         sequence_length: maximum number of input tokens per sample.
         shape: "blocks" concatenates the documents and splits the stream: every token except the very first is a target

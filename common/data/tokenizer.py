@@ -52,6 +52,7 @@ def train_tokenizer(
     Each mixed source contributes at most an equal part of the 200 MB, independent of its weight. The same text yields
     the same tokenizer with any number of threads. Turn markers of the chat template, such as <|im_start|>, become
     special tokens. <|endoftext|> is bos, eos and pad; the tokenizer adds it before every text.
+    Raises UserError: the source cannot be read or lacks a column.
 
     Args:
         vocab_size: at least 257, for the 256 bytes and <|endoftext|>.
@@ -109,6 +110,7 @@ def special_tokens_around(tokenizer: PreTrainedTokenizerBase) -> tuple[list[int]
     """Returns (before, after): the special tokens that `tokenizer(text)` adds around a text.
 
     Training adds exactly these tokens, as `tokenizer(text)` does at inference; a bos token is not always among them.
+    Raises UserError: the tokenizer encodes the text differently when it adds special tokens.
     """
     texts = itertools.chain(["a"], (str(tokenizer.decode([token])) for token in range(len(tokenizer))))
     text = next(text for text in texts if encode_plain(tokenizer, [text])["input_ids"][0])

@@ -50,7 +50,7 @@ def base_options(args: Arguments) -> dict[str, Any]:
 
 
 def build_base(args: Arguments, config: PreTrainedConfig, model_class: Any = AutoModelForCausalLM) -> PreTrainedModel:
-    """Returns the model that the flags select, with --quantize and the adapter of --lora_rank if they are set."""
+    """Returns the model that the flags select, with --quantize and --lora_rank. Raises UserError: as `build_model`."""
     path, trusts_code = args.model_name_or_path, args.trust_remote_code
     return with_adapter(args, build_model(config, path, trusts_code, model_class, **base_options(args)))
 

@@ -15,7 +15,7 @@ from common.training.process_grid import current_grid
 def load_config(
     name_or_path: str, trust_remote_code: bool = False, model_class: Any = AutoModelForCausalLM
 ) -> PreTrainedConfig:
-    """Returns the configuration of a pretrained model of an Auto class: a local directory or a hub name."""
+    """Returns the configuration of a directory or a hub name. Raises UserError: `model_class` cannot load its model."""
     from common.models import pretrained
 
     return pretrained.load_config(name_or_path, trust_remote_code, model_class)
@@ -66,6 +66,7 @@ def build_model(
     Weights saved in half precision are also loaded as float32, because half precision would round away the optimizer's
     small steps. Accelerate sets the precision of the matmuls. Attention is SDPA if the model supports it. Under FSDP2,
     only the main process loads weights; `fsdp_loading.prepare` fills the models of the other processes.
+    Raises UserError: the weights are missing or unreadable, or their shapes differ from those in the configuration.
 
     Args:
         model_class: an Auto class, or a model's own class.

@@ -70,7 +70,7 @@ def write_model(
 def prepare(
     accelerator: RunAccelerator, model: PreTrainedModel, optimizer: torch.optim.Optimizer
 ) -> tuple[nn.Module, torch.optim.Optimizer]:
-    """Applies `accelerator.prepare` to a model that `models.load.build_model` built; call it on all ranks together."""
+    """Applies `accelerator.prepare`, on all ranks together. Raises UserError: the optimizer wraps another optimizer."""
     made, groups, state = optimizer, optimizer.param_groups, optimizer.state
     if main_builds_weights() or current_grid().group_size > 1 or accelerator.token_budget:
         from common.models import parallel_setup

@@ -24,6 +24,7 @@ def make_accelerator(launch: Launch, args: argparse.Namespace) -> RunAccelerator
     """Returns the Accelerator of the requested launch; call `check_launch` first.
 
     Processes wait for each other for at most `--connect_timeout` seconds; afterwards, if one dies, all others end.
+    Raises UserError: mode, world size or precision of this run differ from the request.
     """
     if not sys.stderr.isatty():  # in a log, each of transformers' bars would be one long line
         disable_progress_bar()

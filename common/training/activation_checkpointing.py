@@ -25,8 +25,8 @@ def apply_activation_checkpointing(model: PreTrainedModel, mode: str, device: to
     """Makes the layers of a bare transformers model keep, recompute or offload their activations in training mode.
 
     It covers the layers that transformers can checkpoint, but not the loss and the output head. The recomputation uses
-    the RNG state of the forward, so dropout is the same. `full` is arXiv:1604.06174 with one
-    segment per layer.
+    the RNG state of the forward, so dropout is the same. `full` is arXiv:1604.06174 with one segment
+    per layer. Raises UserError: the layers of the model cannot be checkpointed.
 
     Args:
         mode: a key of `ACTIVATION_CHECKPOINTING`.

@@ -28,6 +28,8 @@ def sum_token_losses(model: PreTrainedModel, chunk_rows: int = 512, keeps_own_lo
     cross-entropies in nats, in float32 (float64 for a float64 model). If N is 0, the loss is 0, and gradients are zero,
     not None. If the model's own loss has more terms (such as a router's load balancing) and is used, the result is N
     times its own mean loss. With `loss_of`, it is the result of this function of the token losses (N,).
+    Raises UserError: the model's own loss has more terms and does not support shifted targets; or its logits cannot be
+    reproduced, and its own loss is not their cross-entropy.
 
     Args:
         model: a causal LM. The `forward` of this instance and of its output layer are replaced.

@@ -50,6 +50,7 @@ def parameter_groups(
     must not grow without bound. Groups without parameters are omitted, because DeepSpeed cannot flatten them.
 
     head: names of weights whose learning rate is `head_ratio` times that of the others.
+    Raises UserError: the model has no trainable parameter.
     """
     decayed: dict[nn.Parameter, bool] = {}
     for module in model.modules():
@@ -104,7 +105,7 @@ def make_optimizer(
 
     The weights named in `head` use `head_learning_rate`, all others `learning_rate`. Weight decay is
     decoupled: an update subtracts learning_rate x weight_decay of each decayed parameter (arXiv:1711.05101). Only sgd
-    adds it to the gradient, so it passes through the momentum.
+    adds it to the gradient, so it passes through the momentum. Raises UserError: no parameter is trainable.
     """
     ratio = head_learning_rate / learning_rate if head_learning_rate else 1.0
     groups = parameter_groups(model, weight_decay, head, ratio)

@@ -18,7 +18,7 @@ import numpy as np
 import torch
 from transformers import PreTrainedConfig, PreTrainedTokenizerBase
 
-from common.data.column_checks import missing_column, unused_columns
+from common.data.column_checks import unused_columns
 from common.data.row_texts import filled_text
 from common.data.source_types import Source
 from common.data.sources import check_columns, open_source
@@ -54,6 +54,8 @@ def read_examples(
     for row in corpus.rows(wanted, False):
         texts = tuple(filled_text(row, column) for column in text_columns)
         if label_column not in row.values:
+            from common.data.column_errors import missing_column
+
             raise UserError(missing_column(row.where, [label_column], tuple(row.values)))
         label, problem = row.values[label_column], None
         if label in (None, ""):

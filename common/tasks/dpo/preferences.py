@@ -105,7 +105,7 @@ def split_body(function: str) -> tuple[str, str] | None:
 def _check_row(row: Row, columns: tuple[str, ...]) -> None:
     """Raises UserError unless the row has two answers to the same prompt, both as texts or both as messages."""
     if missing := [name for name in ANSWERS if name not in row.values]:
-        from common.data.column_checks import missing_column
+        from common.data.column_errors import missing_column
 
         raise UserError(missing_column(row.where, missing, tuple(row.values)))
     values: dict[str, Any] = {name: row.values.get(name) for name in columns}

@@ -1,0 +1,22 @@
+"""Messages for missing columns, and hints on columns that may hold prompts and completions."""
+
+# Common column names for prompts, and for completions, the most likely name first.
+PAIRS_ELSEWHERE = (
+    ("prompt", "instruction", "question", "query", "problem", "input", "user", "source"),
+    ("completion", "output", "response", "answer", "solution", "chosen", "assistant", "target"),
+)
+
+
+def pair_hint(columns: tuple[str, ...]) -> str:
+    """Returns a hint with the flags for columns whose names suggest prompts or completions; empty if there are none."""
+    names = {column.lower(): column for column in columns}
+    prompt, completion = (next((names[name] for name in known if name in names), None) for known in PAIRS_ELSEWHERE)
+    if not (prompt or completion):
+        return ""
+    return f"; for examples --prompt_column {prompt or 'NAME'} --completion_column {completion or 'NAME'}"
+
+
+def missing_column(location: str, missing: list[str], columns: list[str] | tuple[str, ...]) -> str:
+    """Returns the message for missing columns."""
+    present = ", ".join(columns) or "none"
+    return f"{location}: no column {', '.join(missing)}; there are: {present}; name or add the right one"
