@@ -36,6 +36,7 @@ COMPILED = [(re.compile(pattern), replacement) for pattern, replacement in PATTE
 CONTROL = re.compile("[\0-\b\v-\x1f\x7f-\x9f\u200e\u200f\u2028-\u202e\u2066-\u2069\ud800-\udfff\ufeff]")
 
 
+@lru_cache(maxsize=1024)  # metrics.jsonl asks for each variable of the environment at each update
 def is_secret(name: str) -> bool:
     """Returns whether a setting or a variable with this name contains a secret."""
     is_named = re.search(NAME + "$", name, re.IGNORECASE) is not None
@@ -54,20 +55,23 @@ def cleaned(text: str) -> str:
 
 def redact(value: Any) -> Any:
     """Returns a text, list or dict with its secrets replaced: known formats, and values of secret variables."""
+    return _redact(value, tuple(secret for name, secret in os.environ.items() if is_secret(name)))
+
+
+def _redact(value: Any, secrets: tuple[str, ...]) -> Any:
     if isinstance(value, dict):
-        return {redact(name): _redact_item(name, item) for name, item in value.items()}
+        return {_redact(name, secrets): _redact_item(name, item, secrets) for name, item in value.items()}
     if isinstance(value, list | tuple):
         # In a command, the word after --hf_token is a secret.
         hidden = [re.match(r"--[^= ]+$", str(flag)) and is_secret(str(flag)) for flag in value]
-        return [HIDDEN if hide else redact(item) for hide, item in zip([False, *hidden], value, strict=False)]
-    if not isinstance(value, str) or not value.strip():
-        return value
-    return _redact_text(value, tuple(secret for name, secret in os.environ.items() if is_secret(name)))
+        return [HIDDEN if hide else _redact(item, secrets) for hide, item in zip([False, *hidden], value, strict=False)]
+    return _redact_text(value, secrets) if isinstance(value, str) and value.strip() else value
 
 
-def _redact_item(name: Any, item: Any) -> Any:
+def _redact_item(name: Any, item: Any, secrets: tuple[str, ...]) -> Any:
     """Returns the value of a setting without secrets; numbers are not secrets, such as experts_per_token."""
-    return HIDDEN if item and not isinstance(item, int | float) and is_secret(str(name)) else redact(item)
+    is_hidden = item and not isinstance(item, int | float) and is_secret(str(name))
+    return HIDDEN if is_hidden else _redact(item, secrets)
 
 
 @lru_cache(maxsize=256)

@@ -471,6 +471,23 @@ def test_no_secret_is_written_or_printed(functions_file, model_dir, tmp_path):
     assert len(hidden) == 4 and all(HIDDEN in content for content in hidden)
 
 
+def test_a_line_of_metrics_looks_through_the_environment_once(monkeypatch):
+    """Rank 0 writes one at each update. Control: two lines look twice."""
+    looks = []
+
+    class Environment(dict):
+        def items(self):
+            looks.append(self)
+            return super().items()
+
+    monkeypatch.setattr(os, "environ", Environment(os.environ))
+    for lines in (1, 2):
+        looks.clear()
+        for update in range(lines):
+            to_json_line({"update": update, "sample_digest": "a", "validation_loss/a": 2.0, "notes": ["a", "b"]})
+        assert len(looks) == lines
+
+
 def test_what_leaves_a_process_has_no_secret_and_no_control_character(tmp_path, monkeypatch, capfd):
     """By all streams, loggers and writers of files. Control: every text has a secret or a control character."""
     for name, value in IN_ENVIRONMENT.items():
