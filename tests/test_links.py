@@ -111,9 +111,9 @@ def test_a_cache_of_a_different_user_is_not_used(tmp_path, monkeypatch):
         assert sorted(directory.iterdir()) == before
 
 
-@pytest.mark.parametrize("name", ["a$b$c", r"$\frac{", "$x^", "a\33[2J", "a\udcffb"])
+@pytest.mark.parametrize("name", ["a$b$c", r"$\frac{$", "$x^$", "a\33[2J", "a\udcffb"])
 def test_every_name_of_a_run_has_its_curves(name, tmp_path):
-    """Control: with formulas, the second name stops matplotlib."""
+    """Control: as a formula, the second name stops matplotlib."""
     directory = tmp_path / name
     directory.mkdir()
     draw(directory / "curves.png")

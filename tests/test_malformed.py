@@ -278,6 +278,10 @@ def test_mutated_records_of_a_run_are_used_or_refused_in_a_line(tmp_path):
         (directory / "metrics.jsonl").write_bytes(metrics)
         outcomes.add(refused(use_record, directory) is None)
     assert outcomes == {True, False}
+    wrong = {"command": 3, "model": [1], "results": 3, "status": None, "resumed_at": "a", "arguments": []}
+    for name, value in wrong.items():
+        (tmp_path / "0/run.json").write_text(json.dumps(RUN | {name: value}))
+        assert f"{name} is a {type(value).__name__}" in refused(use_record, tmp_path / "0"), name
 
 
 def test_labels_and_images_that_cannot_be_are_named(tmp_path):
