@@ -138,10 +138,11 @@ COPIES = {
 
 
 def copy_files(recipe, directory, left_out=()):
-    """Copies a recipe and the files of common/ that its page names, also those for error messages."""
+    """Copies a recipe and the files of common/ that its page names, also those for error messages and cached data."""
     shutil.copy(ROOT / "recipes" / recipe, directory)
-    (errors,) = re.findall(r"^Error messages also need (.+)\. For$", (ROOT / "docs/new_recipe.md").read_text(), re.M)
-    for name in (documented()[recipe] | set(re.findall(r"[\w/]+\.py", errors))) - set(left_out):
+    page = (ROOT / "docs/new_recipe.md").read_text()
+    (others,) = re.findall(r"^Error messages also need (.+?) For text", page, re.M | re.S)
+    for name in (documented()[recipe] | set(re.findall(r"[\w/]+\.py", others))) - set(left_out):
         (directory / "common" / name).parent.mkdir(parents=True, exist_ok=True)
         shutil.copy(ROOT / "common" / name, directory / "common" / name)
     shutil.copy(ROOT / "common/__init__.py", directory / "common")

@@ -1,4 +1,7 @@
-"""Caches preprocessed data on disk: one process computes, the others wait; an entry is complete or absent."""
+"""Caches preprocessed data on disk: one process computes, the others wait; an entry is complete or absent.
+
+The file `files.json` of an entry has the size and XXH3 digest of each other file; `cache_check` compares them.
+"""
 
 import errno
 import hashlib
@@ -10,12 +13,14 @@ from contextlib import AbstractContextManager, suppress
 from pathlib import Path
 from typing import Any
 
+import xxhash
 from filelock import FileLock, Timeout
 
 from common.errors import UserError, one_line
 from common.files import PARTIAL, complete_or_absent, remove
 
 FORMAT = 4  # increase this when the meaning of a cached file changes
+FILES = "files.json"
 
 
 def cached(
@@ -23,19 +28,26 @@ def cached(
 ) -> Path:
     """Returns a cache directory filled by `write`; of several concurrent processes, only one calls `write`.
 
-    The cache is $XDG_CACHE_HOME/accelerate_recipes, or by default ~/.cache/accelerate_recipes.
+    The cache is $XDG_CACHE_HOME/accelerate_recipes (default: ~/.cache/accelerate_recipes). Replaces damaged entries.
 
     Args:
         identity: everything that the files depend on, as JSON values.
         cache_dir: replaces the default cache.
     """
     directory = cache_path(kind, identity, cache_dir)
-    with _only_one(directory):
+    with only_one(directory):
         _remove_unfinished(directory.parent)
+        if directory.exists():
+            from common.data.cache_check import remove_damaged
+
+            remove_damaged(directory)
         if not directory.exists():
             try:
                 with complete_or_absent(directory, "start again, or set XDG_CACHE_HOME to another disk") as partial:
                     write(partial)
+                    (partial / FILES).write_text(
+                        json.dumps({path.name: size_and_digest(path) for path in sorted(partial.iterdir())})
+                    )
             except OSError as error:
                 # A different host may have filled the directory, but this host's directory listing was outdated.
                 if error.errno not in (errno.ENOTEMPTY, errno.EEXIST):
@@ -50,7 +62,7 @@ def cache_path(kind: str, identity: list[Any], cache_dir: str | Path | None = No
     return Path(cache_dir or root) / f"{kind}-{digest}"
 
 
-def _only_one(directory: Path) -> AbstractContextManager:
+def only_one(directory: Path) -> AbstractContextManager:
     """Acquires the lock of a cache directory: a collective would time out while one process tokenises for hours.
 
     Raises UserError if the cache cannot be written, or if a different user could have written its files.
@@ -75,6 +87,12 @@ def _remove_unfinished(root: Path) -> None:
         name = path.name.removesuffix(PARTIAL).removesuffix(".old")
         with suppress(Timeout, OSError), FileLock(root / f"{name}.lock", timeout=0):
             remove(path)
+
+
+def size_and_digest(path: Path) -> list[Any]:
+    """Returns the size of a file in bytes and its XXH3 digest."""
+    with open(path, "rb") as file:
+        return [os.fstat(file.fileno()).st_size, hashlib.file_digest(file, xxhash.xxh3_128).hexdigest()]
 
 
 def hash_files(directory: Path) -> str:

@@ -207,7 +207,13 @@ def history_of(row: Row) -> list[Message]:
     return [{"role": role, "content": text} for pair in rounds for role, text in zip(roles, pair, strict=True)]
 
 
-def contents_of(row: Row, column: str) -> list[str]:
-    """Returns the contents of the messages in a column; contents that are not strings are omitted."""
-    contents = [message.get("content") for message in messages_of(row, column)]
-    return [content for content in contents if isinstance(content, str)]
+def texts_of(row: Row, columns: tuple[str, ...]) -> list[str]:
+    """Returns the texts in the columns of a row; for messages, their contents, without those that are not strings."""
+    texts: list[str] = []
+    for column in columns:
+        if column == "messages" or isinstance(row.values.get(column), list):
+            contents = [message.get("content") for message in messages_of(row, column)]
+            texts += [content for content in contents if isinstance(content, str)]
+        else:
+            texts.append(text_of(row, column))
+    return texts

@@ -10,8 +10,11 @@ from common.errors import UserError
 BATCH_CHARACTERS = 1 << 20  # per tokenizer call, which temporarily uses about 100 bytes per token
 
 
-def text_of(row: Row, column: str) -> str:
-    """Returns a row's text; raises UserError if the column is missing or its value is not a valid string."""
+def text_of(row: Row, column: str, may_be_empty: bool = True) -> str:
+    """Returns a row's text; raises UserError if the column is missing or its value is not a valid string.
+
+    may_be_empty: also accepts texts that are empty or only whitespace.
+    """
     if column not in row.values:
         from common.data.column_errors import missing_column
 
@@ -20,15 +23,9 @@ def text_of(row: Row, column: str) -> str:
     if not isinstance(text, str):
         kind = "null" if text is None else f"of type {type(text).__name__}"
         raise UserError(f"{row.where}: column {column} is {kind}, not a string; fix or remove the row")
-    utf8_length(text, row.where)
-    return text
-
-
-def filled_text(row: Row, column: str) -> str:
-    """Returns a row's text like `text_of`, but also raises UserError if it is empty or only whitespace."""
-    text = text_of(row, column)
-    if not text.strip():
+    if not may_be_empty and not text.strip():
         raise UserError(f"{row.where}: column {column} is an empty text; fill it or remove the row")
+    utf8_length(text, row.where)
     return text
 
 

@@ -6,22 +6,9 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors, 
 from transformers import PreTrainedTokenizerFast
 
 from common.data.row_texts import text_of, utf8_length
-from common.data.source_types import Corpus, Row
+from common.data.source_types import Corpus
 
 TOKENIZER_BYTES = 200_000_000  # maximum size of the training text
-
-
-def _texts_of(row: Row, columns: tuple[str, ...]) -> list[str]:
-    """Returns the texts in the columns of a row; for messages, their contents."""
-    texts = []
-    for column in columns:
-        if column == "messages" or isinstance(row.values.get(column), list):
-            from common.data.messages import contents_of
-
-            texts += contents_of(row, column)
-        else:
-            texts.append(text_of(row, column))
-    return texts
 
 
 def train_bpe(
@@ -38,17 +25,23 @@ def train_bpe(
         show_progress=False,
     )
 
-    def texts() -> Iterator[str]:
+    def pieces() -> Iterator[str]:
         for corpus, columns in sources:
             left = TOKENIZER_BYTES / len(sources)
             for row in corpus.rows(columns, True):
-                for text in _texts_of(row, columns):
+                if any(column == "messages" or isinstance(row.values.get(column), list) for column in columns):
+                    from common.data.messages import texts_of
+
+                    texts = texts_of(row, columns)
+                else:
+                    texts = [text_of(row, column) for column in columns]
+                for text in texts:
                     left -= utf8_length(text, row.where)
                     # tokenizers collects 256 items before it processes them; small items limit its memory.
                     yield from (text[start : start + 65536] for start in range(0, len(text), 65536))
                 if left < 0:
                     break
 
-    bpe.train_from_iterator(texts(), trainer)
+    bpe.train_from_iterator(pieces(), trainer)
     bpe.post_processor = processors.TemplateProcessing(single=f"{end} $A", special_tokens=[(end, bpe.token_to_id(end))])
     return PreTrainedTokenizerFast(tokenizer_object=bpe, bos_token=end, eos_token=end, pad_token=end)

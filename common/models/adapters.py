@@ -80,12 +80,3 @@ def count_parameters(model: nn.Module) -> tuple[int, int]:
     """Returns the numbers of all and of trained parameters."""
     sizes = [(number_of(p), p.requires_grad) for p in model.parameters()]
     return sum(size for size, _ in sizes), sum(size for size, is_trained in sizes if is_trained)
-
-
-def describe_frozen(args: Arguments) -> str:
-    """Returns the precision of the frozen weights, to append to the precision in the run summary; "" if none."""
-    if not is_asked(args):
-        return ""
-    from common.models import lora
-
-    return lora.describe_frozen(args)

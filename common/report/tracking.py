@@ -14,7 +14,7 @@ from accelerate import Accelerator
 from transformers import PreTrainedConfig, PreTrainedModel
 
 from common.errors import reported_in_one_line
-from common.models.adapters import count_parameters, describe_frozen
+from common.models.adapters import count_parameters, is_asked
 from common.models.saved_model import describe_weights, loading_call
 from common.parallel.distributed_mode import current_mode, describe_mode, describe_precision
 from common.parallel.matmul_throughput import FEWEST_PARAMETERS
@@ -115,7 +115,11 @@ def print_run(
     targets += f"{first.num_targets:,} in {len(first.micro_batches)} micro-steps on each process"
     precision = getattr(model, "own_precision", None)  # set for models with a fixed precision
     if precision is None:
-        precision = describe_precision(accelerator) + describe_frozen(args)
+        precision = describe_precision(accelerator)
+        if is_asked(args):
+            from common.models import lora
+
+            precision += lora.describe_frozen(args)
         can_gain = accelerator.device.type != "cpu" or total >= FEWEST_PARAMETERS
         if can_gain and accelerator.is_main_process and not lacks_gpus:
             from common.parallel.precision_choice import advise

@@ -19,7 +19,7 @@ import torch
 from transformers import PreTrainedConfig, PreTrainedTokenizerBase
 
 from common.data.column_checks import unused_columns
-from common.data.row_texts import filled_text
+from common.data.row_texts import text_of
 from common.data.source_types import Source
 from common.data.sources import check_columns, open_source
 from common.data.tokenizer import no_more_threads
@@ -52,7 +52,7 @@ def read_examples(
     check_columns(corpus, wanted, "--text_column, --pair_column, --label_column")
     examples = []
     for row in corpus.rows(wanted, False):
-        texts = tuple(filled_text(row, column) for column in text_columns)
+        texts = tuple(text_of(row, column, may_be_empty=False) for column in text_columns)
         if label_column not in row.values:
             from common.data.column_errors import missing_column
 

@@ -16,7 +16,8 @@ import transformers
 from torch import Tensor, nn
 from tqdm import tqdm
 
-from common.data.cache import cache_path, cached, hash_files
+from common.data.cache import cached, hash_files
+from common.data.cache_check import is_cached
 from common.data.hub import identify_pretrained
 from common.errors import UserError
 from common.models import adapters
@@ -87,7 +88,7 @@ def _add(run: Any, model: nn.Module, what: str, loader: Any, order: list[int]) -
     ]
     precision = [accelerator.mixed_precision, str(torch.get_default_dtype())]
     identity = [samples.fingerprint, samples.identity, order, *precision, *computed_by]
-    is_missing = torch.tensor(not (cache_path("reference", identity) / FILE).is_file(), device=run.device)
+    is_missing = torch.tensor(not is_cached("reference", identity), device=run.device)
     values: Any = None
     if accelerator.reduce(is_missing.long(), reduction="sum"):  # all ranks compute if the file is missing on any
         values = _compute(run, model, loader)

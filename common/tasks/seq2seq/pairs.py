@@ -17,7 +17,7 @@ from transformers import PreTrainedTokenizerBase
 from common.data.cache import cached
 from common.data.column_checks import unused_columns
 from common.data.python_functions import derived_corpus, find_docstring
-from common.data.row_texts import batches, filled_text
+from common.data.row_texts import batches, text_of
 from common.data.source_types import Corpus, Source
 from common.data.sources import check_columns, open_source
 from common.data.token_store import TokenStore, TokenWriter
@@ -119,7 +119,7 @@ def _write_pairs(
         for batch in batches(corpus, columns):
             encoded = []
             for column, length, name in zip(columns, lengths, NAMES, strict=True):
-                texts = [filled_text(row, column) for row in batch]
+                texts = [text_of(row, column, may_be_empty=False) for row in batch]
                 ids, num_cut = _encode(tokenizer, texts, length, name == "target")
                 counts[f"{name}s_cut"] += num_cut
                 counts[f"{name}s"] += sum(map(len, ids))
