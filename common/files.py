@@ -2,6 +2,7 @@
 
 import errno
 import fcntl
+import hashlib
 import os
 import shutil
 import tempfile
@@ -20,6 +21,7 @@ from common.process import this_process
 
 PARTIAL = ".partial"
 LOCK = ".lock"
+CONTENTS = "contents.json"  # of a cache entry: sizes and digests of its files
 PAGE = 4096  # bytes; direct writes must begin and end at multiples of it
 DIRECT = getattr(os, "O_DIRECT", 0)  # only on Linux
 
@@ -60,6 +62,12 @@ def write_file(path: Path, parts: Iterable[Any]) -> dict[str, Any]:
             size += len(part)
         os.fsync(file.fileno())
     return {"bytes": size, "xxh3_128": digest.hexdigest()}
+
+
+def size_and_digest(path: Path) -> list[Any]:
+    """Returns the size of a file in bytes and its XXH3 digest."""
+    with open(path, "rb") as file:
+        return [os.fstat(file.fileno()).st_size, hashlib.file_digest(file, xxhash.xxh3_128).hexdigest()]
 
 
 def _write_directly(file: FileIO, part: memoryview) -> int:

@@ -9,10 +9,11 @@ import numpy as np
 import pytest
 from conftest import ROOT, launch, read_metrics, write_rows
 
-from common.data.cache import FILES, cached
-from common.data.cache_check import is_cached
+from common.data.cache import cached
+from common.files import CONTENTS
+from common.tasks.dpo.reference import is_cached
 
-CONTENT = {"tokens.bin": bytes(range(200)), "meta.json": b'{"tokens": 50}'}
+TEXTS = {"tokens.bin": bytes(range(200)), "meta.json": b'{"tokens": 50}'}
 
 
 def make(directory, calls):
@@ -20,7 +21,7 @@ def make(directory, calls):
 
     def write(partial):
         calls.append(partial)
-        for name, content in CONTENT.items():
+        for name, content in TEXTS.items():
             (partial / name).write_bytes(content)
 
     return cached("made", [1], write, directory)
@@ -50,18 +51,18 @@ def replace_by_directory(path):
 DAMAGES = [shorten, flip, lengthen, os.remove, replace_by_directory]
 
 
-@pytest.mark.parametrize("name", [*CONTENT, FILES])
+@pytest.mark.parametrize("name", [*TEXTS, CONTENTS])
 @pytest.mark.parametrize("damage", DAMAGES, ids=lambda damage: damage.__name__)
 def test_a_damaged_file_is_made_again(name, damage, tmp_path, caplog):
     calls = []
     directory = make(tmp_path, calls)
     assert make(tmp_path, calls) == directory and len(calls) == 1  # the control
     damage(directory / name)
-    if name == FILES and damage in (os.remove, lengthen):  # as an older version wrote it; white space has no meaning
+    if name == CONTENTS and damage in (os.remove, lengthen):  # as an older version wrote it; white space has no meaning
         assert make(tmp_path, calls) == directory and len(calls) == 1
         return
     assert make(tmp_path, calls) == directory and len(calls) == 2
-    assert {path: (directory / path).read_bytes() for path in CONTENT} == CONTENT
+    assert {path: (directory / path).read_bytes() for path in TEXTS} == TEXTS
     assert [record.getMessage() for record in caplog.records] and all(
         str(directory) in record.getMessage() and "made again" in record.getMessage() for record in caplog.records
     )
@@ -74,8 +75,8 @@ def test_names_in_the_list_of_files_do_not_leave_the_entry(tmp_path):
     calls, outside = [], tmp_path / "outside"
     outside.write_bytes(b"1")
     directory = make(tmp_path / "cache", calls)
-    listed = json.loads((directory / FILES).read_text())
-    (directory / FILES).write_text(json.dumps(listed | {"../../outside": [1, "0"]}))
+    listed = json.loads((directory / CONTENTS).read_text())
+    (directory / CONTENTS).write_text(json.dumps(listed | {"../../outside": [1, "0"]}))
     assert make(tmp_path / "cache", calls) == directory and len(calls) == 2
     assert outside.read_bytes() == b"1"
 
@@ -112,9 +113,9 @@ def test_processes_of_a_launch_read_an_entry_once(tmp_path):
 def test_a_reference_that_is_damaged_is_computed_again(tmp_path, monkeypatch):
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     directory = cached("reference", [2], lambda partial: np.save(partial / "reference.npy", np.arange(9.0)))
-    assert is_cached("reference", [2]) and not is_cached("reference", [3])
+    assert is_cached([2]) and not is_cached([3])
     flip(directory / "reference.npy")
-    assert not is_cached("reference", [2]) and not directory.exists()
+    assert not is_cached([2]) and not directory.exists()
 
 
 @pytest.mark.parametrize("damage", [shorten, flip], ids=lambda damage: damage.__name__)

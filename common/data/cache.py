@@ -1,6 +1,6 @@
 """Caches preprocessed data on disk: one process computes, the others wait; an entry is complete or absent.
 
-The file `files.json` of an entry has the size and XXH3 digest of each other file; `cache_check` compares them.
+The file `contents.json` of an entry has the size and XXH3 digest of each other file; `cache_check` compares them.
 """
 
 import errno
@@ -13,14 +13,12 @@ from contextlib import AbstractContextManager, suppress
 from pathlib import Path
 from typing import Any
 
-import xxhash
 from filelock import FileLock, Timeout
 
 from common.errors import UserError, one_line
-from common.files import PARTIAL, complete_or_absent, remove
+from common.files import CONTENTS, PARTIAL, complete_or_absent, remove, size_and_digest
 
 FORMAT = 4  # increase this when the meaning of a cached file changes
-FILES = "files.json"
 
 
 def cached(
@@ -45,7 +43,7 @@ def cached(
             try:
                 with complete_or_absent(directory, "start again, or set XDG_CACHE_HOME to another disk") as partial:
                     write(partial)
-                    (partial / FILES).write_text(
+                    (partial / CONTENTS).write_text(
                         json.dumps({path.name: size_and_digest(path) for path in sorted(partial.iterdir())})
                     )
             except OSError as error:
@@ -87,12 +85,6 @@ def _remove_unfinished(root: Path) -> None:
         name = path.name.removesuffix(PARTIAL).removesuffix(".old")
         with suppress(Timeout, OSError), FileLock(root / f"{name}.lock", timeout=0):
             remove(path)
-
-
-def size_and_digest(path: Path) -> list[Any]:
-    """Returns the size of a file in bytes and its XXH3 digest."""
-    with open(path, "rb") as file:
-        return [os.fstat(file.fileno()).st_size, hashlib.file_digest(file, xxhash.xxh3_128).hexdigest()]
 
 
 def hash_files(directory: Path) -> str:

@@ -9,33 +9,23 @@ from typing import Any
 
 import psutil
 
-from common.data.cache import FILES, cache_path, only_one, size_and_digest
-from common.files import PARTIAL, remove, replace_text
+from common.files import CONTENTS, PARTIAL, remove, replace_text, size_and_digest
 
 logger = logging.getLogger(__name__)  # of any rank: the first process to arrive finds the damage, and only this one
 CHECKED = ".checked"  # suffix of a file beside the entry: the launches that have compared its digests
 MOST_LAUNCHES = 64  # that this file lists
 
 
-def is_cached(kind: str, identity: list[Any]) -> bool:
-    """Returns whether `cached` would find an entry without damage; a damaged entry is removed."""
-    directory = cache_path(kind, identity)
-    with only_one(directory):
-        if directory.exists():
-            remove_damaged(directory)
-        return directory.exists()
-
-
 def remove_damaged(directory: Path) -> None:
     """Removes a cache entry with a damaged file, and says so; the caller holds the lock of the entry.
 
     Each process compares the sizes. Only one process per host and launch compares the digests, because reading a large
-    entry takes minutes. An entry without FILES, of an older version, is not compared.
+    entry takes minutes. An entry without CONTENTS, of an older version, is not compared.
     """
-    if not (directory / FILES).exists():
+    if not (directory / CONTENTS).exists():
         return
     checked, launch = directory.with_name(directory.name + CHECKED), _launch()
-    launches = _read(checked) or []
+    launches = found if isinstance(found := _read(checked), list) else []
     problem = _find_damage(directory, with_digests=launch is None or launch not in launches)
     if problem is not None:
         logger.warning("cache %s: %s; it is made again", directory, problem)
@@ -48,16 +38,16 @@ def remove_damaged(directory: Path) -> None:
 
 
 def _find_damage(directory: Path, with_digests: bool) -> str | None:
-    files = _read(directory / FILES)
-    if not isinstance(files, dict) or not all(isinstance(entry, list) and len(entry) == 2 for entry in files.values()):
-        return f"{FILES} is damaged"
+    files = _read(directory / CONTENTS)
+    entries = files.values() if isinstance(files, dict) else [None]
+    if not all(isinstance(entry, list) and [type(item) for item in entry] == [int, str] for entry in entries):
+        return f"{CONTENTS} is damaged"
     for name, (size, digest) in files.items():
         path = directory / Path(name).name
-        found = path.stat().st_size if path.is_file() else None
-        if found != size:
-            return (
-                f"{path.name} is missing" if found is None else f"{path.name} has {found:,} bytes instead of {size:,}"
-            )
+        if not path.is_file():
+            return f"{path.name} is missing"
+        if (found := path.stat().st_size) != size:
+            return f"{path.name} has {found:,} bytes instead of {size:,}"
         if with_digests and size_and_digest(path) != [size, digest]:
             return f"the content of {path.name} has changed since it was written"
     return None

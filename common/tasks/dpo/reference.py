@@ -16,8 +16,8 @@ import transformers
 from torch import Tensor, nn
 from tqdm import tqdm
 
-from common.data.cache import cached, hash_files
-from common.data.cache_check import is_cached
+from common.data.cache import cache_path, cached, hash_files, only_one
+from common.data.cache_check import remove_damaged
 from common.data.hub import identify_pretrained
 from common.errors import UserError
 from common.models import adapters
@@ -88,7 +88,7 @@ def _add(run: Any, model: nn.Module, what: str, loader: Any, order: list[int]) -
     ]
     precision = [accelerator.mixed_precision, str(torch.get_default_dtype())]
     identity = [samples.fingerprint, samples.identity, order, *precision, *computed_by]
-    is_missing = torch.tensor(not is_cached("reference", identity), device=run.device)
+    is_missing = torch.tensor(not is_cached(identity), device=run.device)
     values: Any = None
     if accelerator.reduce(is_missing.long(), reduction="sum"):  # all ranks compute if the file is missing on any
         values = _compute(run, model, loader)
@@ -100,6 +100,15 @@ def _add(run: Any, model: nn.Module, what: str, loader: Any, order: list[int]) -
         seconds = time.perf_counter() - started
         number = np.count_nonzero(~np.isnan(values[:, 0]))
         accelerator.print(f"reference: log-probabilities of {number:,} {what} pairs, in {seconds:.0f} s", flush=True)
+
+
+def is_cached(identity: list[Any]) -> bool:
+    """Returns whether `cached` would find a reference; a damaged one is removed."""
+    directory = cache_path("reference", identity)
+    with only_one(directory):
+        if directory.exists():
+            remove_damaged(directory)
+        return directory.exists()
 
 
 @torch.no_grad()
