@@ -21,12 +21,12 @@ def encode_examples(
 ) -> Iterator[tuple[np.ndarray, str]]:
     """Yields (tokens in the stored form of `mark_targets`, text) of each example with a target; updates `counts`."""
     if columns == ("messages",):
-        from common.data.chats import encode_chats
+        from common.data.chats import encode_chat_batches
 
-        encoded = (encode_chats(batch, tokenizer, counts) for batch in rows)
+        encoded = encode_chat_batches(rows, tokenizer, counts)
     else:
-        encoded = (encode_texts(batch, columns, tokenizer, counts) for batch in rows)
-    for ids, is_target, text in chain.from_iterable(encoded):
+        encoded = chain.from_iterable(encode_texts(batch, columns, tokenizer, counts) for batch in rows)
+    for ids, is_target, text in encoded:
         stored = mark_targets(ids, is_target, sequence_length)
         num_targets = int((stored >= 0).sum())
         if not num_targets:

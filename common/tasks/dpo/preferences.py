@@ -18,8 +18,9 @@ import torch
 from transformers import PreTrainedTokenizerBase
 
 from common.data.cache import cached
-from common.data.chats import encode_chats
+from common.data.chats import encode_chats, start_rendering
 from common.data.examples import encode_texts, mark_targets
+from common.data.limited_process import LimitedProcess
 from common.data.messages import TRAINING_KEYS, history_of, is_wanted, messages_of, with_system
 from common.data.python_functions import derived_corpus, find_docstring
 from common.data.row_texts import batches
@@ -164,7 +165,12 @@ def _missing_prompts(row: Row, columns: tuple[str, ...]) -> list[str]:
 
 
 def _encode(
-    batch: list[Row], columns: tuple[str, ...], answer: str, tokenizer: PreTrainedTokenizerBase, counts: Counter
+    batch: list[Row],
+    columns: tuple[str, ...],
+    answer: str,
+    tokenizer: PreTrainedTokenizerBase,
+    counts: Counter,
+    process: LimitedProcess,
 ) -> Iterator[Encoded]:
     """Yields the encoded prompt and answer of each row; `answer` is a column name."""
     if not isinstance(batch[0].values.get(answer), list):
@@ -179,7 +185,7 @@ def _encode(
             first = messages[:1] if messages[0]["role"] in ("system", "developer") else []
             chat = with_system(row, [*first, *history_of(row), *messages[len(first) :]])
             rows.append(row._replace(values={answer: chat, "tools": row.values.get("tools")}))
-    return encode_chats(rows, tokenizer, counts, answer)
+    return encode_chats(rows, tokenizer, counts, process, answer)
 
 
 def _write(
@@ -187,13 +193,13 @@ def _write(
 ) -> None:
     """Fills a store with rows of (chosen, rejected); the column `targets` has the number of targets of each."""
     counts = Counter(dict.fromkeys(("pairs", "truncated", "dropped", "empty", "max_length"), 0))
-    with TokenWriter(directory, targets=[]) as writer:
+    with TokenWriter(directory, targets=[]) as writer, start_rendering() as process:
         for batch in batches(corpus, columns + (CONTEXT if "prompt" in columns else CONTEXT + PROMPTS)):
             for row in batch:
                 with reading(row.where):
                     _check_row(row, columns)
                     corpus.unused.update(_missing_prompts(row, columns))
-            both = [_encode(batch, columns, answer, tokenizer, counts) for answer in ANSWERS]
+            both = [_encode(batch, columns, answer, tokenizer, counts, process) for answer in ANSWERS]
             for chosen, rejected in zip(*both, strict=True):
                 if chosen[0][:1] != rejected[0][:1]:  # a first token cannot be a target
                     eos = tokenizer.eos_token_id

@@ -1,0 +1,181 @@
+"""Runs code on untrusted data in a process with limits of the operating system on memory, time, files and processes.
+
+The process is started anew, so that it has no copy of the training process's memory. It gets requests and sends answers
+as JSON, a line each, over pipes; it ends when its input is closed, also because the training process was killed.
+
+    with LimitedProcess("common.data.chat_rendering") as process:  # in the training process
+        for text, spans in process.ask(request): ...
+
+    serve(answer)  # in the other process; answer(request) yields values
+"""
+
+import json
+import os
+import signal
+import subprocess
+import sys
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import psutil
+
+from common.errors import UserError
+
+MEMORY_BYTES = 512 << 20  # in addition to the modules, and to REQUEST_FACTOR times the size of a request
+REQUEST_FACTOR = 32
+SECONDS = 20  # processor time per answer
+ANSWER_BYTES = 64 << 20  # largest answer, in addition to the size of a request
+# Other variables, such as access tokens, are hidden from the process.
+ENVIRONMENT = (
+    "PATH",
+    "LD_LIBRARY_PATH",
+    "PYTHONHOME",
+    "PYTHONDONTWRITEBYTECODE",
+    "VIRTUAL_ENV",
+    "LANG",
+    "LC_ALL",
+    "TZ",
+)
+
+
+class LimitExceeded(Exception):
+    """The process reached a limit; the message, such as "needs more than 20 s", has the data as its subject."""
+
+
+class LimitedProcess:
+    """A process that runs `serve` of a module; it starts at the first request.
+
+    Args:
+        module: its full name, such as "common.data.chat_rendering".
+        memory_bytes, seconds, answer_bytes: the limits.
+    """
+
+    def __init__(
+        self, module: str, memory_bytes: int = MEMORY_BYTES, seconds: int = SECONDS, answer_bytes: int = ANSWER_BYTES
+    ) -> None:
+        self.module, self.limits = module, [memory_bytes, seconds, answer_bytes]
+        self.process: subprocess.Popen[bytes] | None = None
+
+    def __enter__(self) -> "LimitedProcess":
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def close(self) -> None:
+        """Ends the process, if it was started."""
+        process, self.process = self.process, None
+        if process is not None:
+            process.kill()
+            process.communicate()
+
+    def ask(self, request: Any) -> Iterator[Any]:
+        """Yields the answers to a request, JSON values. Ends the process if the caller does not read all answers.
+
+        Raises UserError that the module raised, and LimitExceeded.
+        """
+        line = _to_line(request)
+        process = self.process = self.process or self._start()
+        is_complete = False
+        try:
+            assert process.stdin is not None and process.stdout is not None
+            try:
+                process.stdin.write(line)
+                process.stdin.flush()
+            except BrokenPipeError:  # it has died; its exit status is reported below
+                pass
+            most = self.limits[2] + len(line) + 64
+            while (answer := process.stdout.readline(most)).endswith(b"\n"):
+                kind, value = json.loads(answer)
+                if kind == "end":
+                    is_complete = True
+                    return
+                if kind != "value":
+                    raise (UserError if kind == "error" else LimitExceeded)(value)
+                yield value
+            raise LimitExceeded(_larger(most) if answer else self._death(process))
+        finally:
+            if not is_complete:
+                self.close()
+
+    def _start(self) -> "subprocess.Popen[bytes]":
+        environment = {name: os.environ[name] for name in ENVIRONMENT if name in os.environ}
+        environment |= {"PYTHONPATH": str(Path(__file__).parents[2]), "PYTHONSAFEPATH": "1"}
+        # Each thread would reserve memory, and on some machines there are hundreds.
+        environment |= {"OPENBLAS_NUM_THREADS": "1", "OMP_NUM_THREADS": "1", "ARROW_DEFAULT_MEMORY_POOL": "system"}
+        command = [sys.executable, "-m", self.module, json.dumps(self.limits)]
+        return subprocess.Popen(command, env=environment, stdin=subprocess.PIPE, stdout=subprocess.PIPE)
+
+    def _death(self, process: "subprocess.Popen[bytes]") -> str:
+        status = process.wait()
+        if status == -signal.SIGXCPU:
+            return f"needs more than {self.limits[1]} s"
+        cause = signal.Signals(-status).name if status < 0 else f"exit status {status}"
+        return f"ended the process that has at most {self.limits[0] >> 20} MiB ({cause})"
+
+
+def _larger(size: int) -> str:
+    return f"writes more than {size >> 20} MiB"
+
+
+def _to_line(value: Any) -> bytes:
+    """Returns a value as a line of JSON; objects that JSON does not have become a text with their type."""
+    text = json.dumps(value, ensure_ascii=False, default=lambda item: f"<{type(item).__name__}>")
+    return text.encode("utf-8", "surrogatepass") + b"\n"
+
+
+def serve(answer: Callable[[Any], Iterator[Any]], threads: bool = False) -> None:
+    """Answers requests until standard input ends; the imports must be complete, because the limits do not count them.
+
+    Args:
+        answer: yields the answers to a request. Its UserErrors are reported; other errors are bugs.
+        threads: whether libraries may start threads; otherwise no thread or process can be started.
+    """
+    import resource  # not on Windows, where only this process would need it
+    import select
+    import threading
+
+    memory_bytes, seconds, answer_bytes = json.loads(sys.argv[1])
+
+    def end_with_input() -> None:
+        watched = select.poll()
+        watched.register(0, 0)
+        watched.poll()
+        os._exit(0)
+
+    threading.Thread(target=end_with_input, daemon=True).start()
+    requests, answers = sys.stdin.buffer, os.fdopen(os.dup(1), "wb")
+    os.dup2(os.open(os.devnull, os.O_WRONLY), 1)  # only `send` writes answers
+    os.dup2(1, 2)
+    used = psutil.Process().memory_info().vms
+
+    def limit(kind: int, most: int) -> None:
+        resource.setrlimit(kind, (most, resource.getrlimit(kind)[1]))
+
+    limits = {resource.RLIMIT_FSIZE: 0, resource.RLIMIT_CORE: 0, resource.RLIMIT_NOFILE: 32}
+    for kind, most in (limits | ({} if threads else {resource.RLIMIT_NPROC: 0})).items():
+        limit(kind, most)
+
+    def send(kind: str, value: Any, most: int) -> None:
+        if len(line := _to_line([kind, value])) > most:
+            line = _to_line(["limit", _larger(most)])
+        answers.write(line)
+        answers.flush()  # so that the number of answers identifies the data that exceeds a limit
+        limit(resource.RLIMIT_CPU, int(sum(os.times()[:2])) + 1 + seconds)
+
+    while line := requests.readline():
+        memory, size = memory_bytes + REQUEST_FACTOR * len(line), answer_bytes + len(line)
+        limit(resource.RLIMIT_AS, used + memory)
+        limit(resource.RLIMIT_CPU, int(sum(os.times()[:2])) + 1 + seconds)
+        try:
+            for value in answer(json.loads(line)):
+                send("value", value, size)
+        except UserError as error:
+            send("error", str(error), size)
+        except MemoryError:
+            limit(resource.RLIMIT_AS, resource.RLIM_INFINITY)  # the traceback still holds the memory
+            send("limit", f"needs more than {memory >> 20} MiB of memory", size)
+        else:
+            send("end", None, size)
+        limit(resource.RLIMIT_AS, resource.RLIM_INFINITY)  # the next request may be larger
