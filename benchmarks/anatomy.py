@@ -38,7 +38,7 @@ from common import arguments  # isort: skip  # noqa: F401  # before torch
 import torch
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
-from common.models.adapters import number_of
+from common.models.adapters import count_parameters
 from tools.plan.allocation_tracer import AllocationTracer
 
 AREAS = ("weights", "gradients", "optimizer state", "activations", "logits and loss", "temporaries")
@@ -88,13 +88,11 @@ class Recorder:
     def watch(self, run, model):
         """Names the tensors of the model, of its backward passes and of its optimizer, from this call."""
         tracer = self.tracer
-        shown = {"parameters": sum(map(number_of, model.parameters())), "unit": run.loader.dataset.samples.unit}
+        shown = {"parameters": count_parameters(model)[0], "unit": run.loader.dataset.samples.unit}
         self.facts.update(shown)
         tracer.vocabulary = getattr(model.config.get_text_config(), "vocab_size", 0)
         tracer.name("weights", *model.parameters(), *model.buffers())
         for p in model.parameters():
-            if (scales := getattr(p, "quant_state", None)) is not None:
-                tracer.name("weights", scales.absmax, scales.state2.absmax)
             if p.requires_grad:
                 p.register_post_accumulate_grad_hook(lambda p: tracer.name("gradients", p.grad))
         register_optimizer_step_pre_hook(lambda *_: self.begin("step"))

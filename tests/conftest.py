@@ -489,7 +489,7 @@ def save_models(directory, configs, tokenizer_dir):
     return directory
 
 
-def make_model_dir(path, text_file, **settings):
+def make_model_dir(path, text_file, intermediate_size=64, **settings):
     import torch
     from transformers import AutoModelForCausalLM, LlamaConfig
 
@@ -500,7 +500,7 @@ def make_model_dir(path, text_file, **settings):
     config = LlamaConfig(
         vocab_size=384,
         hidden_size=32,
-        intermediate_size=64,
+        intermediate_size=intermediate_size,
         num_hidden_layers=2,
         num_attention_heads=4,
         num_key_value_heads=2,

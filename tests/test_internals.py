@@ -377,9 +377,6 @@ def test_an_optimizer_has_a_manager_of_its_own():
         layer(torch.arange(64)).sum().backward()
         optimizer.step()
         assert (optimizer.state[layer.weight]["state1"].dtype == torch.float32) == has_own
-    layer = bitsandbytes.nn.Linear4bit(64, 64)
-    of_bitsandbytes.keep_packing(layer)
-    assert layer.support_avx512bf16_for_cpu is False
 
 
 def test_a_dataset_has_a_hash_of_its_content():

@@ -16,12 +16,3 @@ def use_own_manager(optimizer: Any) -> None:
 
     optimizer.mng = GlobalOptimManager.__new__(GlobalOptimManager)
     private(GlobalOptimManager, "initialize")(optimizer.mng)
-
-
-def keep_packing(module: Any) -> None:
-    """Keeps evaluations on a CPU from repacking a 4-bit weight into a format that has no gradient in 0.50.
-
-    Overwrites `support_avx512bf16_for_cpu` of the layer. Older versions do not have this attribute and never repack.
-    """
-    if hasattr(module, "support_avx512bf16_for_cpu"):
-        module.support_avx512bf16_for_cpu = False

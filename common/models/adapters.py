@@ -69,14 +69,12 @@ def with_adapter(args: Arguments, model: PreTrainedModel, new_weights: list[str]
     return lora.add_adapter(args, model, new_weights)
 
 
-def number_of(weight: Any) -> int:
-    """Returns the number of elements of a parameter, even if ZeRO-3 has partitioned it or it is in 4 bits."""
-    if getattr(weight, "quant_state", None) is not None:
-        return weight.quant_state.shape.numel()
-    return getattr(weight, "ds_numel", weight.numel())
-
-
 def count_parameters(model: nn.Module) -> tuple[int, int]:
-    """Returns the numbers of all and of trained parameters."""
-    sizes = [(number_of(p), p.requires_grad) for p in model.parameters()]
-    return sum(size for size, _ in sizes), sum(size for size, is_trained in sizes if is_trained)
+    """Returns the numbers of all and of trained parameters, even if they are partitioned by ZeRO-3 or in 4 bits."""
+    sizes = [(getattr(p, "ds_numel", p.numel()), p.requires_grad) for p in model.parameters()]
+    packed = 0
+    if has_adapter(model):
+        from common.models.packed import count_saved
+
+        packed = count_saved(model)
+    return sum(size for size, _ in sizes) + packed, sum(size for size, is_trained in sizes if is_trained)

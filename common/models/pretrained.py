@@ -126,7 +126,7 @@ def _load(
                 **options, dtype=torch.get_default_dtype(), output_loading_info=True
             )
         if "quantization_config" in options:
-            quantization.keep_weights(model)
+            quantization.pack_layers(model)
         return model, loaded
     except Exception as error:
         # Errors caused by the files: truncated, of different shapes, of an unknown kind, of invalid settings, or

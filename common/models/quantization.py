@@ -8,17 +8,15 @@ import re
 from typing import Any
 
 import torch
-import torch.nn.functional as F
-from torch import Tensor, nn
-from torch.autograd.function import once_differentiable
+from torch import nn
 
 from common.errors import raise_errors
 from common.internals.transformers_uncommon import float32_modules
+from common.models.packed import PackedLinear, pack
 from common.packages import find_missing
 from common.training.precision import narrow_dtype
 
 logging.getLogger("bitsandbytes.backends.cpu.ops").setLevel(logging.ERROR)  # it recommends a package that is not needed
-BLOCK, BLOCK_OF_BLOCKS = 64, 256  # block sizes of bitsandbytes
 
 
 def options(quantize: str | None) -> dict[str, Any]:
@@ -38,13 +36,22 @@ def options(quantize: str | None) -> dict[str, Any]:
     }
 
 
-def keep_weights(model: nn.Module) -> None:
-    """Keeps evaluations on a CPU from repacking the weights, because bitsandbytes has no gradient for that format."""
-    for module in model.modules():
-        if type(module).__module__.startswith("bitsandbytes."):
-            from common.internals.bitsandbytes import keep_packing  # here because most runs do not need bitsandbytes
+def pack_layers(model: Any) -> None:
+    """Replaces the 4-bit layers of bitsandbytes with layers whose weights are plain parameters (`models.packed`).
 
-            keep_packing(module)
+    On CPUs with AVX512-BF16, an evaluation with bitsandbytes' layers would also repack their weights, and return no
+    gradients from then on.
+    """
+    from bitsandbytes.nn import Linear4bit
+
+    for name, module in list(model.named_modules()):
+        if isinstance(module, Linear4bit):
+            weight: Any = module.weight
+            packed = pack(weight.data, weight.quant_state)
+            model.set_submodule(name, PackedLinear(module, module.compute_dtype, packed))
+    # The model is an ordinary model of these layers from now on, as it is on ranks that load no weights.
+    model.hf_quantizer.remove_quantization_config(model)
+    model.is_loaded_in_4bit = False
 
 
 def find_kept(model: Any) -> list[str]:
@@ -67,10 +74,8 @@ def find_kept(model: Any) -> list[str]:
 
 def unquantize_new(model: nn.Module, new_weights: set[str]) -> set[str]:
     """Replaces quantised layers without pretrained weights (a new pooler) with linear layers; returns their names."""
-    from bitsandbytes.nn import Linear4bit
-
     names = {name.rpartition(".")[0] for name in new_weights}
-    names = {name for name in names if isinstance(model.get_submodule(name), Linear4bit)}
+    names = {name for name in names if isinstance(model.get_submodule(name), PackedLinear)}
     for name in names:
         old: Any = model.get_submodule(name)
         new = nn.Linear(old.in_features, old.out_features, old.bias is not None, dtype=torch.float32)
@@ -79,41 +84,10 @@ def unquantize_new(model: nn.Module, new_weights: set[str]) -> set[str]:
 
 
 def imagine(model: nn.Module, dtype: torch.dtype) -> None:
-    """Replaces linear layers of a model on the `meta` device with layers that need as much memory as 4-bit layers.
-
-    Their values are meaningless. dtype: dtype of their matmuls.
-    """
+    """Replaces linear layers of a model on the `meta` device as `pack_layers` does. dtype: dtype of their matmuls."""
     from transformers.quantizers.quantizers_utils import should_convert_module
 
     kept = [*find_kept(model), *float32_modules(model)]
     for name, module in list(model.named_modules()):
         if type(module) is nn.Linear and should_convert_module(name, kept):
-            model.set_submodule(name, _Imagined(module, dtype))
-
-
-class _Imagined(nn.Linear):
-    """A linear layer whose weight has the size of a 4-bit weight, and during a matmul the full size in `dtype`."""
-
-    def __init__(self, linear: nn.Linear, dtype: torch.dtype):
-        nn.Module.__init__(self)
-        self.in_features, self.out_features, self.dtype = linear.in_features, linear.out_features, dtype
-        numbers = linear.weight.numel()
-        size = numbers // 2 + numbers // BLOCK + 4 * (numbers // (BLOCK * BLOCK_OF_BLOCKS))
-        self.weight = nn.Parameter(torch.empty(size, dtype=torch.uint8, device="meta"), requires_grad=False)
-        self.bias = linear.bias
-
-    def forward(self, rows: Tensor) -> Tensor:
-        shape = self.out_features, self.in_features
-        return _Product.apply(rows.to(self.dtype), shape, self.bias).to(rows.dtype)
-
-
-class _Product(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx, rows, shape, bias):
-        ctx.shape = shape
-        return F.linear(rows, rows.new_empty(shape), None if bias is None else bias.to(rows.dtype))
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx, gradient):
-        return gradient @ gradient.new_empty(ctx.shape), None, None
+            model.set_submodule(name, PackedLinear(module, dtype))

@@ -32,10 +32,10 @@ def check_requested(launch: Launch, args: Arguments, traits: Traits) -> list[str
     problems += _check_parts(launch, traits)
     problems += parallelism_config.check_parts(launch.source, sizes, launch.mixed_precision, args.optimizer)
     problems += _check_accumulation(launch, args)
-    if args.shared("quantize") and launch.mode in ("FSDP", "DeepSpeed"):
+    if args.shared("quantize") and launch.mode == "DeepSpeed":
         problems.append(
-            f"--quantize {args.quantize}: weights in 4 bits are for one process and for DDP, and {launch.source} asks "
-            f"for {launch.mode}: take multi_gpu.yaml or single_gpu.yaml, or remove --quantize"
+            f"--quantize {args.quantize}: DeepSpeed does not support weights in 4 bits, and {launch.source} sets it; "
+            "use fsdp2.yaml, multi_gpu.yaml or single_gpu.yaml, or remove --quantize"
         )
     return problems
 

@@ -12,6 +12,7 @@ import torch.distributed as dist
 from accelerate import Accelerator
 
 from changes import RANK, UNDO, after, before, change
+from common.models import packed
 from common.parallel import connect, sequence, sharding, tensor
 from common.tasks.moe.routing import Routing
 from common.tasks.pipeline import schedule as pipeline_schedule
@@ -219,3 +220,19 @@ def count_copies(_):
         model.shares.of = {name: dataclasses.replace(one, counts=True) for name, one in model.shares.of.items()}
 
     after(tensor, "cut_model", count)
+
+
+def float_packed(_):
+    """Packed weights are float32 parameters, as bitsandbytes' own may be, so that mixed precision casts their bytes."""
+    unpack = packed.unpack
+
+    def store(_, layer, *__):
+        size = layer.packed.numel() // 4 * 4
+        layer.packed = torch.nn.Parameter(layer.packed.data[:size].view(torch.float32), requires_grad=False)
+
+    def of_floats(stored, shape, dtype):
+        whole = stored.float().view(torch.uint8)
+        return unpack(torch.nn.functional.pad(whole, (0, packed.num_bytes(shape) - len(whole))), shape, dtype)
+
+    after(packed.PackedLinear, "__init__", store)
+    change(packed, "unpack", of_floats)

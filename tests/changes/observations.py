@@ -186,6 +186,24 @@ def measure_state(path):
     before_reduce(measure)
 
 
+def save_packed(path):
+    """Writes of each packed weight, after the first update, this rank's bytes, and the size and a hash of all bytes."""
+    models = []
+
+    def digest(p):
+        whole = p.full_tensor() if isinstance(p, DTensor) else p
+        return whole.numel(), hashlib.sha256(whole.cpu().numpy().tobytes()).hexdigest()
+
+    def save(_):
+        packed = {name: p for name, p in models[0].named_parameters() if name.endswith(("packed", "original"))}
+        local = {name: p.to_local() if isinstance(p, DTensor) else p for name, p in packed.items()}
+        record = {name: [p.dtype == torch.uint8, local[name].numel(), *digest(p)] for name, p in packed.items()}
+        Path(f"{path}-{RANK}.json").write_text(json.dumps(record))
+
+    after(model_setup, "prepare", lambda prepared, *_: models.append(model_setup.without_wrapper(prepared[0])))
+    before_step(save)
+
+
 # Whose collectives are the mode's: gradients, gathered weights, the clip's norm. (Autograd calls DDP's reducer.)
 MODES = ("/torch/distributed/fsdp/", "/torch/nn/parallel/", "/torch/nn/utils/clip_grad.py", "/torch/autograd/")
 MODES += ("/deepspeed/",)
