@@ -13,6 +13,7 @@ from torch import nn
 from common.errors import raise_errors
 from common.internals.transformers_uncommon import float32_modules
 from common.models.packed import PackedLinear, pack
+from common.models.single_copy import main_builds_weights
 from common.packages import find_missing
 from common.training.precision import narrow_dtype
 
@@ -26,14 +27,15 @@ def options(quantize: str | None) -> dict[str, Any]:
     raise_errors(find_missing(f"--quantize {quantize}", "bitsandbytes"))
     from transformers import BitsAndBytesConfig  # here because this imports bitsandbytes
 
-    return {
-        "quantization_config": BitsAndBytesConfig(
-            load_in_4bit=True,
-            bnb_4bit_quant_type=quantize,
-            bnb_4bit_use_double_quant=True,
-            bnb_4bit_compute_dtype=narrow_dtype() or torch.float32,
-        )
-    }
+    config = BitsAndBytesConfig(
+        load_in_4bit=True,
+        bnb_4bit_quant_type=quantize,
+        bnb_4bit_use_double_quant=True,
+        bnb_4bit_compute_dtype=narrow_dtype() or torch.float32,
+    )
+    # By default, transformers loads the quantised model on the GPU, which may hold only a shard of it.
+    place = {"device_map": {"": "cpu"}} if main_builds_weights() else {}
+    return {"quantization_config": config, **place}
 
 
 def pack_layers(model: Any) -> None:
