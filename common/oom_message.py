@@ -14,7 +14,7 @@ from common.models.model_setup import without_wrapper
 from common.parallel.launch import runs_on_cpu
 from common.planner import repeated_flags
 from common.report.tracking import peak_memory_bytes
-from common.training.optimizer_choice import smaller_optimizers
+from common.training.optimizer_choice import kinds_of_split, smaller_optimizers
 from common.training.optimizers import OPTIMIZERS
 from common.training.out_of_memory import is_out_of_memory
 
@@ -73,7 +73,7 @@ def _savings(run: Any) -> Iterator[tuple[float, str]]:
         yield static * (1 - 1 / launch.num_processes), "--config_file accelerate_configs/fsdp2.yaml"
     elif launch.mode == "plain" and not runs_on_cpu(launch):
         yield static, "--config_file accelerate_configs/fsdp2_offload.yaml --num_processes 1"
-    if smaller := smaller_optimizers(args.optimizer, is_sharded or launch.grid.tensor > 1):
+    if smaller := smaller_optimizers(args.optimizer, *kinds_of_split(launch.mode, launch.grid.tensor)):
         name = min(smaller, key=lambda name: OPTIMIZERS[name].state_bytes)
         yield state - OPTIMIZERS[name].state_bytes * trained, f"--optimizer {name}"
     if "lora_rank" in args.shared_flags and not adapters.is_asked(args) and args.model_name_or_path:

@@ -14,14 +14,14 @@ ENTRY = """    "rmsprop": OptimizerInfo(
         lambda groups, model, learning_rate: torch.optim.RMSprop(groups, lr=learning_rate),
         "squared gradients, averaged",
         state_bytes=4,
-        is_elementwise={},
+        works_on={},
         aliases=("rmsprop_torch",),
         class_names=("RMSprop",),
     ),
 """
 
 
-def copy(directory, is_elementwise):
+def copy(directory, works_on):
     """`cp -r recipes/lm.py common elsewhere/` with one more entry in the table."""
     directory.mkdir()
     shutil.copy(ROOT / "recipes/lm.py", directory)
@@ -29,7 +29,7 @@ def copy(directory, is_elementwise):
     path = directory / "common/training/optimizers.py"
     before, found, after = path.read_text().partition(TABLE)
     assert found
-    path.write_text(before + TABLE + ENTRY.format(is_elementwise) + after)
+    path.write_text(before + TABLE + ENTRY.format(works_on) + after)
     return directory / "lm.py"
 
 
@@ -42,7 +42,7 @@ def given(functions_file, model_dir):
 
 def test_an_entry_in_the_table_trains_shards_and_resumes_in_another_mode(given, tmp_path):
     """The plain run's checkpoint of update 2 is continued by two processes under FSDP2, with the same losses."""
-    script, losses = copy(tmp_path / "copy", True), {}
+    script, losses = copy(tmp_path / "copy", "SPLITS"), {}
     fsdp2 = tmp_path / "fsdp2.yaml"
     shipped = (ROOT / "accelerate_configs/fsdp2.yaml").read_text()
     assert "mixed_precision: bf16" in shipped
@@ -60,11 +60,13 @@ def test_an_entry_in_the_table_trains_shards_and_resumes_in_another_mode(given, 
 
 def test_an_entry_that_needs_whole_tensors_trains_and_is_refused_on_shards(given, tmp_path):
     """Control: in the test above, the same optimizer with the other property is not."""
-    script = copy(tmp_path / "copy", False)
+    script = copy(tmp_path / "copy", ())
     launch(*given(tmp_path / "plain"), script=script)
     assert len(read_metrics(tmp_path / "plain")) == 4
     result = launch(*given(tmp_path / "sharded"), config="fsdp2", script=script, check=False)
-    assert_refused(result, "--optimizer rmsprop does not work on the shards of FSDP2; use adamw or sgd, or multi_gpu")
+    assert_refused(
+        result, "--optimizer rmsprop does not work on the shards of FSDP2; use adamw, muon or sgd, or multi_gpu"
+    )
     result = launch("--optim", "rmsprop_torch", script=script, check=False)
     assert_refused(result, "use --optimizer rmsprop$")
 
@@ -72,16 +74,16 @@ def test_an_entry_that_needs_whole_tensors_trains_and_is_refused_on_shards(given
 @pytest.mark.parametrize(
     ("kind", "tensor", "expected"),
     [
-        ("plain", 1, ["adamw8bit", "adafactor"]),
-        ("DDP", 1, ["adamw8bit", "adafactor"]),
-        ("DDP", 2, []),
-        ("FSDP", 1, []),
+        ("plain", 1, ["adamw8bit", "adafactor", "muon"]),
+        ("DDP", 1, ["adamw8bit", "adafactor", "muon"]),
+        ("DDP", 2, ["muon"]),
+        ("FSDP", 1, ["muon"]),
         ("DeepSpeed", 1, []),
     ],
 )
 def test_an_optimizer_is_advised_only_where_it_works(kind, tensor, expected):
     mode = Mode("", kind, "no", 2, tensor=tensor)
-    assert smaller_optimizers("adamw", mode.splits_tensors) == expected
+    assert smaller_optimizers("adamw", *mode.splits) == expected
     assert all(OPTIMIZERS[name].state_bytes < OPTIMIZERS["adamw"].state_bytes for name in expected)
 
 

@@ -250,7 +250,7 @@ class Reader:
         optimizer, state = self.manifest["identity"]["settings"].get("optimizer"), TrainingState.of(self.manifest)
         # A user's own optimizer may keep different states for some weights.
         info = OPTIMIZERS.get(str(optimizer))
-        is_uniform = info is not None and info.is_elementwise and self.manifest.get("optimizer", "AdamW") in UNIFORM
+        is_uniform = info is not None and self.manifest.get("optimizer", "AdamW") in UNIFORM
         # Older versions saved no state before the first update, or if a wrapping optimizer hid the state.
         if not kept and "training" not in self.manifest:
             is_lost = state.update > state.skipped_updates and info is not None and info.state_bytes > 0

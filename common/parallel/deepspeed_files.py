@@ -142,12 +142,12 @@ def check_optimizer(zero: dict[str, Any], optimizer: str) -> Iterator[str]:
     """Yields a line if ZeRO, or its offload, does not support the optimizer. zero: section zero_optimization."""
     if offload_devices(zero)["offload_optimizer"] != "none" and not OPTIMIZERS[optimizer].deepspeed_offloads:
         # Accelerate would silently replace it by DeepSpeed's CPU Adam.
-        others = name_optimizers("deepspeed_offloads")
+        others = name_optimizers("zero", is_offloaded=True)
         yield f"--optimizer {optimizer}: with its state offloaded, DeepSpeed runs only {others}; use {others}"
-    elif not OPTIMIZERS[optimizer].is_elementwise:
+    elif "zero" not in OPTIMIZERS[optimizer].works_on:
         # ZeRO updates flattened partitions of the parameters; factored or block-wise optimizer state would differ from
         # that of unsharded parameters.
-        others = name_optimizers("is_elementwise")
+        others = name_optimizers("zero")
         yield f"--optimizer {optimizer} works on whole tensors, and ZeRO cuts them; use {others}"
 
 

@@ -52,9 +52,9 @@ def check_flags(launch: Launch, args: Arguments, traits: Traits) -> list[str]:
 
 def check_fsdp(source: str, settings: dict[str, Any], optimizer: str) -> Iterator[str]:
     """Yields a line for each FSDP setting of the launcher that would change the recipe's run."""
-    if not OPTIMIZERS[optimizer].is_elementwise:
+    if "shards" not in OPTIMIZERS[optimizer].works_on:
         # The steps of other optimizers mix shards (DTensor) with plain tensors, which raises an error.
-        others = name_optimizers("is_elementwise")
+        others = name_optimizers("shards")
         yield f"--optimizer {optimizer} does not work on the shards of FSDP2; use {others}, or multi_gpu.yaml"
     version = settings.get("fsdp_version")
     if str(version) != "2":

@@ -78,9 +78,9 @@ def check_sizes(source: str, sizes: dict[str, int], mode: str, num_processes: in
 
 def check_parts(source: str, sizes: dict[str, int], mixed_precision: str, optimizer: str) -> Iterator[str]:
     """Yields one line per setting that tensor or pipeline parallelism does not support."""
-    if sizes["tp"] > 1 and not OPTIMIZERS[optimizer].is_elementwise:
+    if sizes["tp"] > 1 and "parts" not in OPTIMIZERS[optimizer].works_on:
         # Other optimizers need full matrices, or store block-wise state that would depend on the partition.
-        others = name_optimizers("is_elementwise")
+        others = name_optimizers("parts")
         yield f"--optimizer {optimizer} does not work on parts of layers; use {others}, or multi_gpu.yaml"
     if max(sizes["tp"], sizes["pp"]) > 1 and mixed_precision == "fp16":
         why = "because each rank would adjust its own loss scale"

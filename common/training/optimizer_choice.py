@@ -9,23 +9,36 @@ from common.errors import UserError
 from common.training.optimizers import OPTIMIZERS, inner_optimizer, set_learning_rate, wrapped_optimizers
 
 
-def name_optimizers(*properties: str) -> str:
-    """Returns the names of the optimizers that have all of these properties, for a message: "adamw or sgd"."""
-    names = [name for name, info in OPTIMIZERS.items() if all(getattr(info, each) for each in properties)]
+def name_optimizers(split: str, is_offloaded: bool = False) -> str:
+    """Returns the names of the optimizers that work on a kind of `SPLITS`, for a message: "adamw or sgd".
+
+    is_offloaded: whether DeepSpeed offloads the optimizer state.
+    """
+    names = [
+        name
+        for name, info in OPTIMIZERS.items()
+        if split in info.works_on and (info.deepspeed_offloads or not is_offloaded)
+    ]
     return " or ".join([", ".join(names[:-1]), names[-1]] if names[1:] else names)
 
 
-def smaller_optimizers(name: str, is_split: bool) -> list[str]:
+def kinds_of_split(mode: str, tensor: int) -> tuple[str, ...]:
+    """Returns the kinds of `SPLITS` by which a mode splits weights. tensor: size of a tensor group."""
+    sharded = {"FSDP": ("shards",), "DeepSpeed": ("zero",)}
+    return sharded.get(mode, ()) + (("parts",) if tensor > 1 else ())
+
+
+def smaller_optimizers(name: str, *splits: str) -> list[str]:
     """Returns the optimizers with less state that can replace `name` at AdamW's learning rate.
 
-    is_split: whether a process has only shards of the weights or parts of layers.
+    splits: kinds of `SPLITS` by which the mode splits the weights.
     """
     return [
         other
         for other, info in OPTIMIZERS.items()
         if info.state_bytes < OPTIMIZERS[name].state_bytes
         and info.uses_adamw_rate
-        and (info.is_elementwise or not is_split)
+        and set(splits) <= set(info.works_on)
     ]
 
 

@@ -19,16 +19,14 @@ from torch import nn
 from common.errors import UserError
 
 # Modules whose weight is decayed for any sizes, for example a regression head of shape (1, width).
-MATRIX_MODULES = (nn.Linear, nn.Embedding, nn.Conv1d, nn.Conv2d, nn.Conv3d) + (
-    nn.ConvTranspose1d,
-    nn.ConvTranspose2d,
-    nn.ConvTranspose3d,
-)
+MATRIX_MODULES: tuple[type[nn.Module], ...] = (nn.Linear, nn.Embedding, nn.Conv1d, nn.Conv2d, nn.Conv3d)
+MATRIX_MODULES += (nn.ConvTranspose1d, nn.ConvTranspose2d, nn.ConvTranspose3d)
 # As GPT-3, LLaMA and nanoGPT. torch's default 0.999 averages over 1000 updates, longer than many of these runs.
 ADAM_BETAS = (0.9, 0.95)
 SGD_MOMENTUM = 0.9
 COSINE_FLOOR = 0.1  # fraction of the peak: the final rate of Chinchilla (arXiv:2203.15556), LLaMA and nanoGPT
 WSD_DECAY = 5  # the decay is the last 1/5 of all updates, rounded up
+SPLITS = ("shards", "parts", "zero")  # of weights: by FSDP2, by tensor parallelism, and DeepSpeed's flat partitions
 Groups = list[dict[str, Any]]
 
 # No percent signs: argparse would read them as format codes.
@@ -59,7 +57,9 @@ def parameter_groups(
                 decayed[parameter] = _is_decayed(module, name, parameter)
     if not decayed:
         raise UserError("the model has no trainable parameter: set requires_grad before the optimizer is created")
-    in_head = _head_parameters(model, head) if head_ratio != 1 else set()
+    head = head if head_ratio != 1 else ()
+    copy = ".modules_to_save.default."  # with an adapter, peft trains a copy of the head under a longer name
+    in_head = {p for name, p in model.named_parameters() if name in head or name.replace(copy, ".") in head}
     groups = [
         {
             "name": f"{prefix}{'decay' if is_decayed else 'no_decay'}",
@@ -71,12 +71,6 @@ def parameter_groups(
         for is_decayed in (True, False)
     ]
     return [group for group in groups if group["params"]]
-
-
-def _head_parameters(model: nn.Module, names: Collection[str]) -> set[nn.Parameter]:
-    """Returns the parameters with these names; with an adapter, peft trains a copy under a longer name."""
-    copy = ".modules_to_save.default."
-    return {p for name, p in model.named_parameters() if name in names or name.replace(copy, ".") in names}
 
 
 def _is_decayed(module: nn.Module, name: str, parameter: nn.Parameter) -> bool:
@@ -122,6 +116,12 @@ def _adamw_8bit(groups: Groups, model: nn.Module, learning_rate: float) -> torch
     return adamw_8bit(groups, model, learning_rate, ADAM_BETAS)
 
 
+def _muon(groups: Groups, model: nn.Module, learning_rate: float) -> torch.optim.Optimizer:
+    from common.training.muon import Muon
+
+    return Muon(groups, model, learning_rate, ADAM_BETAS)
+
+
 def _adafactor(groups: Groups, _: nn.Module, learning_rate: float) -> torch.optim.Optimizer:
     # In torch.optim.Adafactor, the update is learning_rate x RMS(parameter), and the rate at most 1/sqrt(update).
     from transformers.optimization import Adafactor
@@ -134,14 +134,13 @@ class OptimizerInfo:
     """The properties of an optimizer that other code uses. A new optimizer needs only an entry in `OPTIMIZERS`.
 
     An elementwise optimizer updates each element from its own gradient and state alone, and its state has the
-    parameter's shape. So it also works on shards and parts of layers, and its checkpoints resume in every mode. Others
-    require full tensors on each process.
+    parameter's shape. So it works on all `SPLITS`. Without `works_on`, an optimizer requires full tensors.
     """
 
     build: Callable[[Groups, nn.Module, float], torch.optim.Optimizer]  # from groups, model and learning rate
     description: str  # one line for --help
     state_bytes: float  # per float32 parameter of a weight matrix
-    is_elementwise: bool = False
+    works_on: tuple[str, ...] = ()  # of SPLITS
     uses_adamw_rate: bool = False  # so that it can be recommended to save memory
     aliases: tuple[str, ...] = ()  # names in other training scripts
     class_names: tuple[str, ...] = ()  # classes whose checkpoints have the same kinds of state for every weight
@@ -155,7 +154,7 @@ OPTIMIZERS: dict[str, OptimizerInfo] = {
         lambda groups, _, rate: torch.optim.AdamW(groups, lr=rate, betas=ADAM_BETAS, fused=True),
         "AdamW in one fused kernel; the default",
         state_bytes=8,
-        is_elementwise=True,
+        works_on=SPLITS,
         uses_adamw_rate=True,
         aliases=("adamw_torch", "adamw_torch_fused", "adamw_hf", "adamw_apex_fused"),
         class_names=("AdamW", "DeepSpeedCPUAdam"),
@@ -177,11 +176,14 @@ OPTIMIZERS: dict[str, OptimizerInfo] = {
         state_bytes=0.01,
         uses_adamw_rate=True,
     ),
+    "muon": OptimizerInfo(
+        _muon, "Muon for hidden matrices, AdamW (8 bytes) for others", 4, ("shards", "parts"), uses_adamw_rate=True
+    ),
     "sgd": OptimizerInfo(
         lambda groups, _, rate: torch.optim.SGD(groups, lr=rate, momentum=SGD_MOMENTUM),  # fused=True fails under FSDP2
         "momentum 0.9; needs about 30 times AdamW's learning rate",
         state_bytes=4,
-        is_elementwise=True,
+        works_on=SPLITS,
         class_names=("SGD",),
         deepspeed_types=("sgd",),
         deepspeed_params={"momentum": SGD_MOMENTUM, "dampening": 0, "nesterov": False},

@@ -29,6 +29,7 @@ class Shares:
     of: dict[str, Share] = field(default_factory=dict)  # by parameter name
     # The ranks with partial gradients, if these are not the full group.
     partial_group: dist.ProcessGroup | None = None
+    layer_group: dist.ProcessGroup | None = None  # the ranks with copies or parts of the same layers; None: all ranks
 
 
 def clip_shared_gradients(

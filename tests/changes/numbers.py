@@ -17,7 +17,7 @@ from common.parallel import connect, sequence, sharding, tensor
 from common.tasks.moe.routing import Routing
 from common.tasks.pipeline import schedule as pipeline_schedule
 from common.tasks.pipeline import stages
-from common.training import accumulation, batching, losses, optimizers
+from common.training import accumulation, batching, losses, muon, optimizers
 
 
 def float64(_):
@@ -211,6 +211,11 @@ def sum_each_backward(_):
                 model.shares.of[name] = dataclasses.replace(model.shares.of[name], sums_gradients=False)
 
     after(tensor, "cut_model", sum_now)
+
+
+def own_matrices(_):
+    """Muon orthogonalises the part of a matrix that each rank holds."""
+    change(muon._Exchange, "_holds_matrices", lambda *_: True)
 
 
 def count_copies(_):

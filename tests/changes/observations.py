@@ -114,6 +114,18 @@ def save_copies(path):
     after(tensor, "cut_model", save_them)
 
 
+def hash_weights(path):
+    """Each rank writes a hash of the weights that it holds at the end of each update, by name."""
+
+    def write(accelerator, _):
+        named = accelerator.unwrap_model(accelerator._models[0]).named_parameters()
+        held = {name: p.to_local() if isinstance(p, DTensor) else p for name, p in named}
+        hashes = {name: hashlib.sha256(p.detach().numpy().tobytes()).hexdigest() for name, p in held.items()}
+        Path(f"{path}-{RANK}.json").write_text(json.dumps(hashes))
+
+    before_reduce(write)
+
+
 def list_gradients(path):
     """Writes, at each update, in how many storages of how many bytes the gradients lie, and their own bytes."""
 

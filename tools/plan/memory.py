@@ -13,6 +13,7 @@ from typing import Any
 from common.internals.transformers import unsplit_layers
 from common.parallel import deepspeed_files
 from common.parallel.launch import Launch
+from common.training.optimizer_choice import kinds_of_split
 from common.training.process_grid import ProcessGrid
 from common.training.recipe_traits import Traits
 from tools.plan.layer_extrapolation import count_layers
@@ -102,9 +103,9 @@ class Mode:
         return self.processes // self.replicas // self.tensor
 
     @property
-    def splits_tensors(self) -> bool:
-        """Returns whether the optimizer updates shards or parts of weights instead of full weights."""
-        return self.kind in ("FSDP", "DeepSpeed") or self.tensor > 1
+    def splits(self) -> tuple[str, ...]:
+        """Returns the kinds of `optimizers.SPLITS` by which the weights are split."""
+        return kinds_of_split(self.kind, self.tensor)
 
     @property
     def weights_dtype(self) -> str:

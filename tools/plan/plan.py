@@ -203,7 +203,7 @@ def _page(tracer: Tracer, machine: Machine, shape: ModelSizes, rows: list[Row], 
         least = min(rows, key=lambda row: row.shortfall)
         shortfall = f"has a shortfall of {format_bytes(least.shortfall)}"
         yield f"\nnothing fits; {least.mode.name} with {least.checkpointing} {shortfall}: take"
-        smaller = smaller_optimizers(args.optimizer, least.mode.splits_tensors)
+        smaller = smaller_optimizers(args.optimizer, *least.mode.splits)
         others = f", or --optimizer {' or '.join(smaller)}" if smaller else ""
         yield f"more devices{',' if smaller else ' or'} a smaller --sequence_length{others}"
         return

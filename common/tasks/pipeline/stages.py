@@ -225,7 +225,8 @@ class Stages:
             for name, p in model.named_parameters()
         }
         ends = process_groups.group_of(process_groups.first_and_last_stage)
-        model.shares, model.pipeline_stages = Shares(self.group, shares, ends), self
+        peers = process_groups.group_of(process_groups.gradient_peers)
+        model.shares, model.pipeline_stages = Shares(self.group, shares, ends, peers), self
 
     def whole_weights(self, model: PreTrainedModel) -> dict[str, Tensor] | None:
         """Returns all stages' weights and saved buffers on the main process; None on other processes.
