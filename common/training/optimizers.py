@@ -104,9 +104,7 @@ def make_optimizer(
     ratio = head_learning_rate / learning_rate if head_learning_rate else 1.0
     groups = parameter_groups(model, weight_decay, head, ratio)
     if weight_decay > 0 and not any(group["weight_decay"] for group in groups):
-        warnings.warn(
-            f"--weight_decay {weight_decay} has no effect: only norms, biases and vectors are trained", stacklevel=2
-        )
+        warnings.warn(f"--weight_decay {weight_decay} has no effect: only vectors are trained", stacklevel=2)
     return OPTIMIZERS[name].build(groups, model, learning_rate)
 
 
