@@ -26,10 +26,6 @@ from common.training.recipe_traits import Arguments
 if TYPE_CHECKING:
     from common.data.source_types import Source
 
-# argparse keywords of --metric, for recipes whose predictions can be compared with held-out targets.
-ABOUT_METRIC = "modules of the package evaluate, for the end: .py files, directories, hub names; or f1:average=macro"
-METRIC = {"nargs": "+", "default": [], "metavar": "NAME_OR_PATH", "help": ABOUT_METRIC}
-
 
 class ArgumentParser(argparse.ArgumentParser):
     """Parser that reports a user error in one line, suggests the nearest flag, and rejects abbreviations."""

@@ -8,18 +8,29 @@ import traceback
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 
-from common.redaction import cleaned
+from common.redaction import on_one_line, redact
+
+MOST_PROBLEMS, LONGEST = 100, 4000  # lines of an error, and characters of a line: names in files have any length
 
 
 class UserError(Exception):
-    """A mistake that the user can fix. The message has one line per problem: the problem, its location and the fix.
+    """A mistake that the user can fix: one line per problem, with the problem, its location and the fix.
 
     `exit_on_user_error` prints the lines and ends the run with status 2.
     """
 
-    def __init__(self, text: str):
-        # torch raises a data worker's exception again with the traceback as its text; only the message is kept.
-        super().__init__(cleaned(text.rpartition(f"\n{__name__}.UserError: ")[2].strip()))
+    def __init__(self, *problems: str):
+        # torch raises a data worker's exception again with the traceback as its text; only the lines are kept.
+        if problems and (found := problems[0].rpartition(f"\n{__name__}.UserError: "))[1]:
+            problems = tuple(found[2].strip().splitlines())
+        more = [f"and {len(problems) - MOST_PROBLEMS} problems more"] if len(problems) > MOST_PROBLEMS else []
+        super().__init__("\n".join([*map(_line, problems[:MOST_PROBLEMS]), *more]))
+
+
+def _line(problem: str) -> str:
+    # Cut twice, so that the end of the line is not the beginning of a secret that is not recognised any more.
+    line = on_one_line(redact(problem[: 2 * LONGEST].strip()))
+    return line if len(line) <= LONGEST else line[:LONGEST] + " ..."
 
 
 def main_logger(name: str) -> logging.Logger:
@@ -32,7 +43,7 @@ def main_logger(name: str) -> logging.Logger:
 def raise_errors(problems: Iterable[str]) -> None:
     """Raises a UserError that lists all problems, one per line; returns if there are none."""
     if lines := list(problems):
-        raise UserError("\n".join(lines))
+        raise UserError(*lines)
 
 
 def one_line(error: BaseException) -> str:

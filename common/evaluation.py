@@ -28,8 +28,8 @@ class Evaluations:
         self.run, self.is_of_update = run, False
         self.votes: StopVotes | None = None  # None while requests to stop are ignored
         self.signal_handling = ExitStack()
-        self.metrics: Any = None
-        self.lines: list[str] = []  # lines to print about the metrics
+        self.metrics: Any = None  # those of --metric, set by `report.metric_flag`
+        self.lines: list[str] = []  # lines to print about them
 
     @contextmanager
     def accept_requests(self) -> Iterator[StopRequests]:
@@ -81,20 +81,6 @@ class Evaluations:
             from common.run_endings import repeat_evaluation
 
             repeat_evaluation(self.run, evaluate, model)
-
-    def load_metrics(self, held_out: Any, kind: type, num_labels: int = 0) -> None:
-        """Loads the modules of --metric: see `report.evaluate_metrics.load`."""
-        if self.run.args.metric:
-            from common.report.evaluate_metrics import load
-
-            self.metrics = load(self.run.args, held_out, kind, num_labels)
-
-    def compute_metrics(self, predictions: Any, references: Any) -> dict[str, Any]:
-        """Returns the results of --metric on all ranks; {} without it. Arguments: (N,), for all held-out samples."""
-        if self.metrics is None:
-            return {}
-        results, self.lines = self.metrics.compute(predictions, references)
-        return results
 
     def stop_if_requested(self, now: bool = False) -> None:
         """Saves and ends the run if a stop is requested. now: synchronises the ranks first.

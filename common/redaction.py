@@ -53,6 +53,11 @@ def cleaned(text: str) -> str:
     return escape(redact(text))
 
 
+def on_one_line(text: str) -> str:
+    """Returns a text on one line, with control characters escaped; secrets remain."""
+    return escape(text).replace("\n", "\\n")
+
+
 def redact(value: Any) -> Any:
     """Returns a text, list or dict with its secrets replaced: known formats, and values of secret variables."""
     return _redact(value, tuple(secret for name, secret in os.environ.items() if is_secret(name)))

@@ -5,7 +5,6 @@ one GPU        accelerate launch --config_file accelerate_configs/single_gpu.yam
                    --model_name_or_path my_encoder/ --train_file reviews.csv --validation_file held_out.csv
 several GPUs   accelerate launch --config_file accelerate_configs/multi_gpu.yaml --num_processes 8 \\
                    recipes/classify.py --model_name_or_path my_encoder/ --train_file reviews.csv --global_batch_size 128
-dry run        the same with --dry_run, on any machine
 resume         the same with --resume, after a stop or a crash; also on more or fewer GPUs, or in a different mode
 
 A row has a text (--text_column), or two (--pair_column), and a label (--label_column): a class, or a number to predict
@@ -26,6 +25,7 @@ from transformers import AutoModelForSequenceClassification
 from common.models.adapters import base_options, with_adapter
 from common.models.classifiers import HEAD_RATE_HELP, build_classifier, check_padding, find_inputs
 from common.parallel.shutdown import exit_on_user_error
+from common.report.metric_flag import METRIC, compute_metrics, load_metrics
 from common.report.predictions import draw_confusion, measure
 from common.run import Run
 from common.tasks.classify import scores, text_baseline, text_classifier
@@ -54,7 +54,7 @@ def parse_arguments():
     group.add_argument("--task", choices=("classification", "regression"), help="kind of target (default: by labels)")
     group.add_argument("--new_head", action="store_true", help="replace the pretrained head, for different labels")
     group.add_argument("--head_learning_rate", type=arguments.positive_float, metavar="X", help=HEAD_RATE_HELP)
-    group.add_argument("--metric", **arguments.METRIC)
+    group.add_argument("--metric", **METRIC)
     args = parser.parse_args()
     arguments.choose_model(parser, args, MODEL_CONFIGS, fine_tuning_rate=text_classifier.fine_tuning_rate)
     return args
@@ -119,7 +119,7 @@ def main():
     args = parse_arguments()
     run = Run(args, text_classifier.check_arguments(args))
     tokenizer, config, train_set, held_out, names = load_data(args)
-    run.evaluations.load_metrics(held_out, int if names else float, len(names or ()))
+    load_metrics(run, held_out, int if names else float, len(names or ()))
     kind, where = AutoModelForSequenceClassification, (args.model_name_or_path, args.trust_remote_code)
     run.begin(config, tokenizer, train_set, held_out, "head_learning_rate", model_class=kind)
     model, new_weights = build_classifier(config, *where, kind, args.new_head, **base_options(args))
@@ -138,7 +138,7 @@ def main():
     with run.optional_steps():
         if held_out:
             losses, *answers = measure(run, model, predict)
-            results |= scores.score(losses, *answers) | run.evaluations.compute_metrics(*answers)
+            results |= scores.score(losses, *answers) | compute_metrics(run, *answers)
         if written and held_out and names:
             results |= text_baseline.measure(train_set, held_out, len(names), args.seed)
             lines = [draw_confusion(*answers, names, run.output_dir)]

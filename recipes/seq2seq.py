@@ -5,7 +5,6 @@ one GPU        accelerate launch --config_file accelerate_configs/single_gpu.yam
                    --model_name_or_path my_t5/ --train_file 'news/*.jsonl' --target_column summary
 several GPUs   accelerate launch --config_file accelerate_configs/multi_gpu.yaml --num_processes 8 \\
                    recipes/seq2seq.py --model_name_or_path my_marian/ --train_file de_en.parquet --global_batch_size 256
-dry run        the same with --dry_run, on any machine
 resume         the same with --resume, after a stop or a crash; also on more or fewer GPUs, or in a different mode
 
 A row has a source (--source_column) and a target (--target_column), such as a translation or a summary. The default
@@ -26,6 +25,7 @@ from transformers import AutoModelForSeq2SeqLM
 from common.models.adapters import build_base
 from common.models.load import describe_use
 from common.parallel.shutdown import exit_on_user_error
+from common.report.metric_flag import METRIC, compute_metrics, load_metrics
 from common.report.tracking import describe_held_out
 from common.run import Run
 from common.tasks.seq2seq import encoder_decoder, scores
@@ -56,7 +56,7 @@ def parse_arguments():
     group.add_argument("--target_length", type=arguments.positive, default=64, help="maximum tokens per target")
     about = "number of held-out targets to generate and score at the end; 0: none"
     group.add_argument("--generate", type=arguments.not_negative, default=200, metavar="N", help=about)
-    group.add_argument("--metric", **arguments.METRIC)
+    group.add_argument("--metric", **METRIC)
     args = parser.parse_args()
     arguments.choose_model(parser, args, MODEL_CONFIGS, fine_tuning_rate=3e-4)
     return args
@@ -123,7 +123,7 @@ def main():
     args = parse_arguments()
     run = Run(args, encoder_decoder.check_arguments(args), **encoder_decoder.TRAITS)
     tokenizer, config, train_set, held_out = load_data(args)
-    run.evaluations.load_metrics(held_out, str)
+    load_metrics(run, held_out, str)
     run.begin(config, tokenizer, train_set, held_out, model_class=AutoModelForSeq2SeqLM)
     model = encoder_decoder.prepare_encoder_decoder(build_base(args, config, AutoModelForSeq2SeqLM))
     optimizer = make_optimizer(args.optimizer, model, args.learning_rate, args.weight_decay)
@@ -141,7 +141,7 @@ def main():
         if held_out and args.generate:
             written = encoder_decoder.write_targets(args, model, held_out, collate, run.accelerator, tokenizer)
             metrics, lines, *texts = scores.score_targets(written, held_out, train_set, tokenizer)
-            results |= metrics | run.evaluations.compute_metrics(*texts)
+            results |= metrics | compute_metrics(run, *texts)
     run.finish(results, *lines)
 
 

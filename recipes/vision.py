@@ -5,7 +5,6 @@ one GPU        accelerate launch --config_file accelerate_configs/single_gpu.yam
                    --model_config resnet --train_dir photos/train --validation_dir photos/test --image_size 128
 several GPUs   accelerate launch --config_file accelerate_configs/multi_gpu.yaml --num_processes 8 recipes/vision.py \\
                    --model_name_or_path my_vit/ --dataset_name ylecun/mnist --global_batch_size 512
-dry run        the same with --dry_run, on any machine
 resume         the same with --resume, after a stop or a crash; also on more or fewer GPUs, or in a different mode
 
 An image directory has one subfolder for each class. Without data of yours it learns scikit-learn's 8 x 8 digits.
@@ -24,6 +23,7 @@ from transformers import AutoModelForImageClassification
 
 from common.models.classifiers import HEAD_RATE_HELP, describe_new_weights
 from common.parallel.shutdown import exit_on_user_error
+from common.report.metric_flag import METRIC, compute_metrics, load_metrics
 from common.report.predictions import draw_confusion, measure
 from common.run import Run
 from common.tasks.vision import batch_norm, image_classifier, image_files, images
@@ -55,7 +55,7 @@ def parse_arguments():
     group.add_argument("--model_config", **arguments.one_of(MODEL_CONFIGS, "model from scratch (default: convnet)"))
     group.add_argument("--norm", **arguments.one_of(batch_norm.NORMS))
     group.add_argument("--head_learning_rate", type=arguments.positive_float, metavar="X", help=HEAD_RATE_HELP)
-    group.add_argument("--metric", **arguments.METRIC)
+    group.add_argument("--metric", **METRIC)
     args = parser.parse_args()
     arguments.choose_model(parser, args, MODEL_CONFIGS, fine_tuning_rate=5e-5)
     return args
@@ -119,7 +119,7 @@ def main():
     args = parse_arguments()
     run = Run(args, image_classifier.check_arguments(args), lengths_vary=False, size_flags=("image_size",))
     preprocessing, config, train_set, held_out, new_head = load_data(args)
-    run.evaluations.load_metrics(held_out, int, config.num_labels)
+    load_metrics(run, held_out, int, config.num_labels)
     flags = ("augment", "norm", "head_learning_rate")
     run.begin(config, None, train_set, held_out, *flags, model_class=AutoModelForImageClassification)
     model, new_weights = image_classifier.make_model(args, config, new_head)
@@ -137,7 +137,7 @@ def main():
     with run.optional_steps():
         if held_out:
             losses, *answers = measure(run, model, predict)
-            results |= image_classifier.loss_and_accuracy(losses, *answers) | run.evaluations.compute_metrics(*answers)
+            results |= image_classifier.loss_and_accuracy(losses, *answers) | compute_metrics(run, *answers)
         if written and held_out:
             lines = [image_classifier.describe_accuracy(results["accuracy"], train_set.images, held_out.images)]
             if config.num_labels <= 100:  # more would not be readable

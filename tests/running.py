@@ -75,9 +75,11 @@ def program_of(process):
 
 
 def children(process):
-    """All that it started, and that these started."""
-    started = program_of(process).children()
-    return started + [one for child in started for one in children(child)]
+    """All that it started, and that these started; without those that have ended."""
+    with contextlib.suppress(psutil.NoSuchProcess):
+        started = program_of(process).children()
+        return started + [one for child in started for one in children(child)]
+    return []
 
 
 def find_rank(launcher, rank):

@@ -217,7 +217,7 @@ class Mistaken(torch.utils.data.Dataset):
         try:
             raise KeyError("foreign")
         except KeyError as error:
-            raise UserError("UserError: no class of ours\na second line") from error
+            raise UserError("UserError: no class of ours", "a second line") from error
 
 
 def test_a_mistake_that_a_data_worker_meets_is_told_in_its_own_lines(capsys):

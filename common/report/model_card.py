@@ -11,7 +11,7 @@ from huggingface_hub import ModelCardData
 
 from common.files import replace_text
 from common.models.saved_model import loading_call
-from common.redaction import escape, redact
+from common.redaction import on_one_line, redact
 
 # Tags of the hub's demo widgets, by the Auto class that loads the model.
 PIPELINE_TAGS = {
@@ -123,7 +123,7 @@ def _settings(run: dict[str, Any]) -> Iterator[str]:
 
 def _commands(run: dict[str, Any]) -> Iterator[str]:
     """Yields the distinct commands of all starts, in Markdown, and a note if the launcher is unknown."""
-    first, *others = dict.fromkeys(f"    {_line(shlex.join(map(str, command)))}" for command in run["commands"])
+    first, *others = dict.fromkeys(f"    {on_one_line(shlex.join(map(str, command)))}" for command in run["commands"])
     yield first
     if others:
         yield "Continued by:"
@@ -140,21 +140,16 @@ def _short(text: str) -> str:
     return text
 
 
-def _line(text: str) -> str:
-    """Returns a text on one line, with control characters escaped."""
-    return escape(text).replace("\n", "\\n")
-
-
 def _text(text: str) -> str:
     """Returns a text that Markdown shows as it is, without markup, links or HTML."""
-    return re.sub(r"[\\`*\[\]<>|~$&]", r"\\\g<0>", _line(text))
+    return re.sub(r"[\\`*\[\]<>|~$&]", r"\\\g<0>", on_one_line(text))
 
 
 def _code(text: str) -> str:
     """Returns a text as inline code; it may contain backticks, and be a cell of a table."""
     marks = "`" * (1 + max(map(len, re.findall("`+", text)), default=0))
     space = " " * (len(marks) > 1)
-    return f"{marks}{space}{_line(text)}{space}{marks}".replace("|", r"\|")
+    return f"{marks}{space}{on_one_line(text)}{space}{marks}".replace("|", r"\|")
 
 
 def _table(rows: dict[str, str]) -> str:

@@ -171,7 +171,7 @@ def predict_peak(tracer: Tracer, model: torch.nn.Module, question: dict[str, Any
     try:
         profile = forecaster.profile(tracer.trace(cases, at_once=len(cases)))
     except TraceError as reason:
-        raise UserError(str(reason)) from reason
+        raise UserError(*str(reason).splitlines()) from reason
     number = count_micro_batches(args.global_batch_size, mode.grid.data_parallel, rows)
     segment, parts = peak(needs(profile, forecaster.model, mode, number))
     if device == "cpu":  # offloaded tensors are in the same memory

@@ -45,15 +45,7 @@ class PlannedRun:
         args.resume = args.overwrite = args.dry_run = False
         raise_errors([*argument_checks.check_arguments(args, on_cpu, self.traits, self.launch_config.grid), *problems])
         self.accelerator = Accelerator(cpu=True)
-        self.device, self.is_sharded = self.accelerator.device, False
-
-    @property
-    def evaluations(self) -> "PlannedRun":
-        """Returns this object, because recipes call `run.evaluations.load_metrics` before `begin`."""
-        return self
-
-    def load_metrics(self, *_: Any) -> None:
-        """Loads no modules, because a plan computes no metrics."""
+        self.device, self.is_sharded, self.evaluations = self.accelerator.device, False, None
 
     def begin(
         self,
