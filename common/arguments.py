@@ -217,9 +217,9 @@ def add_language_arguments(
     about = "dataset: hub name or local directory; its validation or test split is held out; replaces --train_file"
     add("--dataset_name", about)
     add("--dataset_config", "dataset configuration, if there are several")
+    add("--max_row_bytes", "largest row of a file, unpacked (default: 64 MiB)", type=positive, default=64 << 20)
     if one_text:
-        about = "column with the text" + ", for rows without prompt or messages" * examples
-        add("--text_column", about, default="text")
+        add("--text_column", "column with the text" + ", of rows without prompt or messages" * examples, default="text")
     if examples:
         add("--prompt_column", "column with the prompt (default: prompt)")
         add("--completion_column", "column with the target (default: completion)")
@@ -284,7 +284,7 @@ def text_sources(args: Arguments) -> "tuple[Source, Source | None]":
     from common.data.source_types import Source
     from common.data.sources import check_sources
 
-    names = ("text_column", "prompt_column", "completion_column")
+    names = ("text_column", "prompt_column", "completion_column", "max_row_bytes")
     columns = {name: args.shared(name) for name in names if name in args.shared_flags}
     files = [args.train_file, args.validation_file]
     if args.dataset_name or args.shared("chat_template") or any(":" in path for path in [*files[0], *files[1]]):

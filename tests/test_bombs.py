@@ -1,6 +1,11 @@
 """Small files that would fill the memory or never end are refused in one line: templates, rows, Parquet, YAML."""
 
+import bz2
+import gzip
+import json
+import lzma
 import os
+import re
 import resource
 import signal
 import subprocess
@@ -9,10 +14,13 @@ import time
 
 import psutil
 import pytest
-from conftest import ROOT, assert_mistake, run_recipe_alone, source_of, write_jsonl
+import zstandard
+from conftest import ROOT, assert_mistake, run, run_recipe_alone, source_of, write_jsonl
 
 from common.data import chats
 from common.data.limited_process import LimitedProcess
+from common.data.source_types import Source
+from common.data.sources import open_source
 from common.data.text import tokenize
 from common.errors import UserError
 
@@ -34,6 +42,141 @@ PROBLEMS = {
 def peak_mib():
     """Largest memory of this process so far."""
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024
+
+
+def refusal(path, **options):
+    """The line with which a file is refused, or the number of its rows."""
+    try:
+        corpus = open_source(Source(files=(str(path),), **options))
+        return sum(1 for _ in corpus.rows(corpus.columns, False))
+    except UserError as error:
+        assert "\n" not in str(error)
+        return str(error)
+
+
+# Beginning and end of a row, between which a long text is put.
+ROWS = {
+    "jsonl": (b'{"text": "', b'"}\n'),
+    "json": (b'[{"text": "', b'"}]'),
+    "txt": (b"", b"\n"),
+    "csv": (b'text\n"', b'"\n'),
+}
+PLACES = {"json": "item 1", "csv": "line 2"}
+PACKED = {
+    "gz": gzip.compress,
+    "bz2": bz2.compress,
+    "xz": lzma.compress,
+    "zst": lambda text: zstandard.ZstdCompressor().compress(text),
+}
+# Reads a file in a process of its own, and prints the error and how much larger the process became, in MiB.
+READING = """
+import resource, sys
+from common.data.source_types import Source
+from common.data.sources import open_source
+from common.errors import UserError
+for suffix in sys.argv[2:]:  # imports the readers
+    next(open_source(Source(files=(sys.argv[1] + "small." + suffix,))).rows(("text",), False))
+before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+for suffix in sys.argv[2:]:
+    try:
+        list(open_source(Source(files=(sys.argv[1] + "large." + suffix,))).rows(("text",), False))
+    except UserError as error:
+        print(error)
+print((resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before) >> 10)
+"""
+
+
+@pytest.mark.parametrize("extension", ROWS)
+def test_a_row_of_500_mb_in_a_small_file_is_not_read_to_its_end(extension, tmp_path):
+    """In any compression. Control: the file with a short text is read (by the same process, before)."""
+    begin, end = ROWS[extension]
+    suffixes = [f"{extension}.{packed}" for packed in (PACKED if extension == "jsonl" else ["gz"])]
+    for suffix in suffixes:
+        pack = PACKED[suffix.rpartition(".")[2]]
+        (tmp_path / f"small.{suffix}").write_bytes(pack(begin + b"a" + end))
+        long = b"a" * (500 << 20 if suffix.endswith("gz") else 100 << 20)
+        (tmp_path / f"large.{suffix}").write_bytes(pack(begin + long + end))
+    result = run([sys.executable, "-c", READING, f"{tmp_path}/", *suffixes])
+    *lines, growth = result.stdout.splitlines()
+    assert len(lines) == len(suffixes), result.stderr
+    for line, suffix in zip(lines, suffixes, strict=True):
+        place = PLACES.get(extension, "line 1")
+        assert f"large.{suffix}, {place}: the row has more than 67,108,864 bytes; split it, or raise" in line
+    assert int(growth) < 400  # the limit as bytes and text, and the text of JSON twice, of an array three times
+
+
+def test_the_limit_of_a_row_is_a_flag(tmp_path):
+    """Control: a larger limit."""
+    rows = [{"text": "def f():\n" + "    return 1\n" * 100}] * 40
+    path = write_jsonl(tmp_path / "a.jsonl", rows)
+    flags = ["--train_file", path, "--output_dir", tmp_path / "run", "--max_row_bytes", 1000]
+    assert_mistake(run_recipe_alone("lm.py", *flags), r"a.jsonl, line 1: the row has more than 1,000 bytes")
+    assert not (tmp_path / "run").exists()
+    assert refusal(path, max_row_bytes=2000) == 40
+
+
+COLUMNS = {f"c{number}": 1 for number in range(100_001)}
+ODD = {
+    "blank.jsonl": (b'{"a": 1}\n' + (b" " * 1023 + b"\n") * 1025, "line 1026: more than 1 MiB of blank lines"),
+    "blank.json": (b" \n" * (1 << 19) + b" []", "blank.json: more than 1 MiB of blank lines; remove them"),
+    "blank.txt": (b"a\n" + b"\n" * ((1 << 20) + 1), "line 1048578: more than 1 MiB of blank lines; remove them"),
+    "pretty.jsonl": (b'{\n "a": 1\n}\n', "line 1: malformed JSON .*the object does not end on its line; write each"),
+    "pretty.json": (b'{"a":\n 1\n}\n', "line 1: malformed JSON .*the object does not end on its line; write each"),
+    "cr.jsonl": (b'{"a": 1}\r{"a": 2}\r', r"line 1: malformed JSON .*; lines end with CR \(old Mac\); convert"),
+    "cr.csv": (b"a,b\r1,2\r", r"cr.csv, .*malformed CSV .*; lines end with CR \(old Mac\); convert the file to LF"),
+    "cr.txt": (b"a\rb\r", r"line 1: lines end with CR \(old Mac\); convert the file to LF line ends"),
+    "digits.jsonl": (b'{"a": ' + b"1" * 5000 + b"}", "line 1: .*an integer of more than 4,300 digits, which must be a"),
+    "digits.json": (b'[{"a": ' + b"1" * 5000 + b"}]", "item 1: .*an integer of more than 4,300 digits, which must be"),
+    "wide.jsonl": (json.dumps(COLUMNS).encode(), "line 1 has 100,001 columns, more than 100,000; keep only those"),
+    "wide.json": (json.dumps([COLUMNS]).encode(), "item 1 has 100,001 columns, more than 100,000; keep only those"),
+    "wide.csv": (",".join(COLUMNS).encode() + b"\n1", "the header has 100,001 columns, more than 100,000; keep only"),
+    "deep.jsonl": (b'{"a":' * 100_000 + b"\n", r"line 1: malformed JSON \(nested too deeply\)"),
+    "deep.json": (b"[" * 100_000, r"item 1: malformed JSON \(nested too deeply\)"),
+    "comma.json": (b'[{"a": 1}, {"a": 2},]', r"item 3: malformed JSON \(Expecting value\); correct it"),
+    "no_comma.json": (b'[{"a": 1} {"a": 2}]', r"item 1: malformed JSON \(no comma follows the object\)"),
+    "after.json": (b'[{"a": 1}]\n[]', r"after.json: malformed JSON \(text follows the array\)"),
+    "colon.json": (b'[{"a": 1}, {"a" 2}]' + b" " * 99_999, r"item 2: malformed JSON \(Expecting ':' delimiter\)"),
+    "unclosed.csv": (b'a,b\n1,"' + b"2,3\n" * (1 << 20), r"in the row after line 1: the row has more than .*quotes"),
+    "window.jsonl.xz": (
+        lzma.compress(b'{"a": 1}\n', filters=[{"id": lzma.FILTER_LZMA2, "dict_size": 1 << 28}]),
+        "Memory usage limit exceeded; write it with xz -9 at most",
+    ),
+    "window.jsonl.zst": (
+        b"\x28\xb5\x2f\xfd\x00\xa0\x51\x00\x00" + b'{"a": 1}\n\n',  # its header requests 1 GiB
+        "Frame requires too much memory for decoding; write it with zstd --long=27 at most",
+    ),
+}
+
+
+@pytest.mark.parametrize("name", ODD)
+def test_odd_files_are_refused_with_the_right_line(name, tmp_path):
+    content, pattern = ODD[name]
+    (tmp_path / name).write_bytes(content)
+    assert re.search(pattern, str(refusal(tmp_path / name, max_row_bytes=1 << 22)))
+
+
+# What differs from the files above by what makes them odd.
+USUAL = {
+    "blank.jsonl": (b'{"a": 1}\n' + (b" " * 1023 + b"\n") * 1023 + b'{"a": 1}\n', 2),
+    "blank.json": (b" \n" * (1 << 18) + b'[{"a": 1}]', 1),
+    "crlf.jsonl": (b'{"a": 1}\r\n{"a": 2}\r\n', 2),
+    "crlf.csv": (b"a,b\r\n1,2\r\n", 1),
+    "crlf.txt": (b"a\r\nb\r\n", 2),
+    "cr.json": (b'[{"a": 1},\r{"a": 2}\r]\r', 2),
+    "digits.json": (b'[{"a": ' + b"1" * 4000 + b"}]", 1),
+    "bom.json": (b'\xef\xbb\xbf[{"a": 1} , {"a": "\xc3\xa9"}]', 2),
+    "large.json": (json.dumps([{"a": "\xe9" * 10**size} for size in range(7)], ensure_ascii=False).encode(), 7),
+    "quoted.csv": (b'a,b\n1,"2\n' + b"3\n" * 9999 + b'4"\n', 1),
+    "window.jsonl.xz": (lzma.compress(b'{"a": 1}\n', preset=9), 1),
+    "window.jsonl.zst": (b"\x28\xb5\x2f\xfd\x00\x88\x49\x00\x00" + b'{"a": 1}\n', 1),  # 128 MiB
+}
+
+
+@pytest.mark.parametrize("name", USUAL)
+def test_usual_files_like_these_are_read(name, tmp_path):
+    content, rows = USUAL[name]
+    (tmp_path / name).write_bytes(content)
+    assert refusal(tmp_path / name) == rows
 
 
 @pytest.mark.parametrize("bomb", BOMBS)

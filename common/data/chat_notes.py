@@ -2,7 +2,14 @@
 
 from collections import Counter
 
-from common.errors import UserError
+from common.errors import UserError, main_logger
+
+logger = main_logger(__name__)
+
+
+def warn_unused_template(name: str) -> None:
+    """Prints that a corpus without messages does not use --chat_template."""
+    logger.warning("%s: --chat_template has no effect on it, for its rows hold no messages", name)
 
 
 def chat_notes(name: str, counts: Counter) -> list[str]:

@@ -1,5 +1,8 @@
 """Messages for missing columns, and hints on columns that may hold prompts and completions."""
 
+from common.data.source_types import Row
+from common.errors import shorten
+
 # Common column names for prompts, and for completions, the most likely name first.
 PAIRS_ELSEWHERE = (
     ("prompt", "instruction", "question", "query", "problem", "input", "user", "source"),
@@ -18,5 +21,14 @@ def pair_hint(columns: tuple[str, ...]) -> str:
 
 def missing_column(location: str, missing: list[str], columns: list[str] | tuple[str, ...]) -> str:
     """Returns the message for missing columns."""
-    present = ", ".join(columns) or "none"
+    present = shorten(list(columns), 100) or "none"
     return f"{location}: no column {', '.join(missing)}; there are: {present}; name or add the right one"
+
+
+def no_text(row: Row, column: str) -> str:
+    """Returns the message for a row without a text in a column."""
+    if column not in row.values:
+        return missing_column(row.where, [column], tuple(row.values))
+    value = row.values[column]
+    kind = "null" if value is None else f"of type {type(value).__name__}"
+    return f"{row.where}: column {column} is {kind}, not a string; fix or remove the row"

@@ -4,7 +4,7 @@ import io
 import lzma
 import zlib
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from importlib.util import find_spec
 from typing import IO, Any
 
@@ -12,7 +12,9 @@ from fsspec.compression import available_compressions, compr
 
 from common.data.source_types import file_type
 
-PIECE_BYTES = 1 << 16  # compressed bytes per read
+PIECE_BYTES = 1 << 16
+ZSTD_BYTES = 1 << 10  # compressed bytes per read, of which zstd can make 32 MiB
+WINDOW_BYTES = 128 << 20  # memory of a decompressor; the header of a file can request gigabytes
 
 
 def can_unpack(compression: str) -> bool:
@@ -31,11 +33,24 @@ def open_compressed(path: str) -> Iterator[IO[bytes]]:
         if compression == "zstd":
             yield io.BufferedReader(_ZstandardFrames(raw), PIECE_BYTES)
             return
+        if compression == "xz":
+            _check_xz(raw)
         with compr[compression](raw, mode="rb") as file:
             try:
                 yield file
             except (zlib.error, lzma.LZMAError) as error:
                 raise OSError(str(error)) from error
+
+
+def _check_xz(raw: IO[bytes]) -> None:
+    """Raises OSError if the decompressor of an .xz file needs more memory than for the largest preset, xz -9."""
+    with suppress(EOFError):
+        try:
+            lzma.LZMADecompressor(memlimit=WINDOW_BYTES).decompress(raw.read(1 << 12), 1)
+        except lzma.LZMAError as error:
+            if "limit" in str(error):
+                raise OSError(f"{error}; write it with xz -9 at most") from error
+    raw.seek(0)
 
 
 class _ZstandardFrames(io.RawIOBase):
@@ -48,7 +63,7 @@ class _ZstandardFrames(io.RawIOBase):
         import zstandard
 
         self.raw, self.unpacked, self.error = raw, memoryview(b""), zstandard.ZstdError
-        self.unpacker = zstandard.ZstdDecompressor(max_window_size=1 << 31)  # for files written by `zstd --long=31`
+        self.unpacker = zstandard.ZstdDecompressor(max_window_size=WINDOW_BYTES)
         self.frame: Any = None  # the decompressor of the current frame
         self.packed = b""
 
@@ -56,12 +71,13 @@ class _ZstandardFrames(io.RawIOBase):
         return True
 
     def readinto(self, buffer: Any) -> int:
-        while not self.unpacked and (packed := self.packed or self.raw.read(PIECE_BYTES)):
+        while not self.unpacked and (packed := self.packed or self.raw.read(ZSTD_BYTES)):
             self.frame = self.frame or self.unpacker.decompressobj()
             try:
                 self.unpacked = memoryview(self.frame.decompress(packed))
             except self.error as error:
-                raise OSError(str(error)) from error
+                limit = "; write it with zstd --long=27 at most" * ("memory" in str(error))
+                raise OSError(f"{error}{limit}") from error
             self.packed = self.frame.unused_data
             if self.frame.eof:
                 self.frame = None

@@ -15,14 +15,11 @@ def text_of(row: Row, column: str, may_be_empty: bool = True) -> str:
 
     may_be_empty: also accepts texts that are empty or only whitespace.
     """
-    if column not in row.values:
-        from common.data.column_errors import missing_column
-
-        raise UserError(missing_column(row.where, [column], tuple(row.values)))
-    text = row.values[column]
+    text = row.values.get(column)
     if not isinstance(text, str):
-        kind = "null" if text is None else f"of type {type(text).__name__}"
-        raise UserError(f"{row.where}: column {column} is {kind}, not a string; fix or remove the row")
+        from common.data.column_errors import no_text
+
+        raise UserError(no_text(row, column))
     if not may_be_empty and not text.strip():
         raise UserError(f"{row.where}: column {column} is an empty text; fill it or remove the row")
     utf8_length(text, row.where)

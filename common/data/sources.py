@@ -47,11 +47,11 @@ def open_source(source: Source) -> Corpus:
     identity = [[str(path), stat.st_size, stat.st_mtime_ns] for path, stat in stats]
     name = paths[0] if len(paths) == 1 else f"{paths[0]} and {len(paths) - 1} more"
     unused: Counter[str] = Counter()
-    columns = tuple(next(_read_file(paths[0], source.text_column, None, True, unused)).values)
+    columns = tuple(next(_read_file(paths[0], source, None, True, unused)).values)
 
     def rows(wanted: tuple[str, ...], whole_files: bool) -> Iterator[Row]:
         for path in paths:
-            for row in _read_file(path, source.text_column, wanted, whole_files, unused):
+            for row in _read_file(path, source, wanted, whole_files, unused):
                 for column in row.values.keys() - wanted:
                     unused[column] += row.values[column] not in (None, "", [], {})
                 yield row
@@ -65,22 +65,17 @@ def open_source(source: Source) -> Corpus:
 
 
 def _read_file(
-    path: str, text_column: str, wanted: tuple[str, ...] | None, whole_files: bool, unused: Counter[str]
+    path: str, source: Source, wanted: tuple[str, ...] | None, whole_files: bool, unused: Counter[str]
 ) -> Iterator[Row]:
     """Yields the rows of a file, with all columns if `wanted` is None; raises UserError if it has no readable rows."""
-    extension = file_type(path)[0]
-    if extension == ".txt":
-        from common.data.text_readers import read_lines, read_pieces
-
-        reader = read_pieces(path, text_column) if whole_files else read_lines(path, text_column)
-    elif extension == ".jsonl":
+    if file_type(path)[0] == ".jsonl":
         from common.data.readers import read_json_lines
 
-        reader = read_json_lines(path)
+        reader = read_json_lines(path, source.max_row_bytes)
     else:
-        from common.data.table_readers import read_table
+        from common.data.other_readers import read_other
 
-        reader = read_table(path, wanted, unused)
+        reader = read_other(path, source, wanted, whole_files, unused)
     row = None
     try:
         for row in reader:

@@ -1,56 +1,42 @@
-"""Reads the rows of CSV, Parquet and JSON files."""
+"""Reads the rows of CSV and Parquet files."""
 
-import codecs
 import csv
 import json
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING, Any
 
-from common.data.readers import JSON, PIECE_BYTES, check_object, decode, open_binary, read_json_lines, repeated
-from common.data.source_types import Row, file_type
+from common.data.readers import MAX_COLUMNS, decode
+from common.data.row_errors import CR, repeated, too_large, too_many
+from common.data.source_types import Row
 from common.errors import UserError, one_line, reading
 
 if TYPE_CHECKING:
     import pyarrow  # at run time imported only for a Parquet file, because its import is slow
 
-DELIMITERS = {".csv": ",", ".tsv": "\t"}
-MAX_CSV_FIELD_BYTES = 64 << 20  # characters; csv's default, 131,072, is too small; a limit detects unclosed quotes
 
+def read_csv(path: str, delimiter: str, max_row_bytes: int) -> Iterator[Row]:
+    """Yields the rows of a .csv or .tsv file as strings."""
+    csv.field_size_limit(max_row_bytes)  # the default of csv, 131,072 characters, is too small
+    size = 0
 
-def read_table(path: str, wanted: tuple[str, ...] | None, unused: Counter[str]) -> Iterator[Row]:
-    """Yields the rows of a file that is neither .txt nor .jsonl; the arguments are those of `sources._read_file`."""
-    extension = file_type(path)[0]
-    if extension == ".parquet":
-        return _read_parquet(path, wanted, unused)
-    if extension in DELIMITERS:
-        return _read_csv(path, DELIMITERS[extension])
-    return _read_json(path)
+    def lines() -> Iterator[str]:
+        """Yields the lines; a row can have several lines in quotes, and quotes may be unclosed."""
+        nonlocal size
+        for line in decode(path, max_row_bytes):
+            size += len(line)
+            if size > max_row_bytes:
+                where = f"{path}, in the row after line {reader.line_num}"
+                raise UserError(f"{too_large(where, max_row_bytes)} (or check the quotes)")
+            yield line
 
-
-def _read_json(path: str) -> Iterator[Row]:
-    """Yields the objects of a single array, or of JSON Lines."""
-    with open_binary(path) as file:
-        is_array = file.read(4096).removeprefix(codecs.BOM_UTF8).lstrip()[:1] == b"["
-    if not is_array:
-        yield from read_json_lines(path)
-        return
-    try:
-        items = JSON.decode("".join(decode(path, PIECE_BYTES)))  # in memory: Python cannot stream an array
-    except (ValueError, RecursionError) as error:
-        raise UserError(f"{path}: malformed JSON ({one_line(error)}); correct it or write JSON Lines") from error
-    for number, values in enumerate(items, 1):
-        where = f"{path}, item {number}"
-        yield Row(where, check_object(values, where))
-
-
-def _read_csv(path: str, delimiter: str) -> Iterator[Row]:
-    csv.field_size_limit(MAX_CSV_FIELD_BYTES)
-    reader = csv.DictReader(decode(path), delimiter=delimiter, strict=True)
+    reader = csv.DictReader(lines(), delimiter=delimiter, strict=True)
     try:
         names = reader.fieldnames or ()
         _check_header(path, names)
+        size = 0
         for values in reader:
+            size = 0
             where = f"{path}, line {reader.line_num}"
             if None in values or None in values.values():
                 between = "commas" if delimiter == "," else "tabs"
@@ -60,11 +46,14 @@ def _read_csv(path: str, delimiter: str) -> Iterator[Row]:
             yield Row(where, values)
     except csv.Error as error:
         where = f"{path}, in the row after line {reader.line_num}"
-        raise UserError(f"{where}: malformed CSV ({error}); check the quotes") from error
+        fix = CR if "new-line character" in str(error) else "check the quotes"
+        raise UserError(f"{where}: malformed CSV ({error}); {fix}") from error
 
 
 def _check_header(path: str, names: Sequence[str]) -> None:
     """Raises UserError if two columns have the same name or a column has no name."""
+    if len(names) > MAX_COLUMNS:
+        raise UserError(too_many(f"{path}: the header", names))
     if twice := [name for name in repeated(names) if name]:
         raise UserError(f"{path}: the header has the column {', '.join(twice)} twice; rename one or remove it")
     if "" in names[1:]:  # the first name may be empty, for the row numbers that pandas writes
@@ -72,7 +61,8 @@ def _check_header(path: str, names: Sequence[str]) -> None:
         raise UserError(f"{path}: column {number} has no name in the header; name the column or remove it")
 
 
-def _read_parquet(path: str, wanted: tuple[str, ...] | None, unused: Counter[str]) -> Iterator[Row]:
+def read_parquet(path: str, wanted: tuple[str, ...] | None, unused: Counter[str]) -> Iterator[Row]:
+    """Yields the rows of a .parquet file; `unused` gets a count of 1 for each column that is not read."""
     import pyarrow.parquet
 
     number = 0

@@ -18,12 +18,9 @@ from common.data.cache import cached
 from common.data.source_types import Source
 from common.data.token_store import TokenStore, split_targets
 from common.data.tokenizer import no_more_threads, open_text, tokenizer_identity
-from common.errors import main_logger
 
 if TYPE_CHECKING:
     from common.data.mixed import Mixed
-
-logger = main_logger(__name__)
 
 
 def tokenize(
@@ -53,7 +50,9 @@ def tokenize(
     tokenizer.chat_template = source.chat_template or tokenizer.chat_template
     corpus, kind, columns = open_text(source, shape, bool(tokenizer.chat_template))
     if source.chat_template and columns != ("messages",):
-        logger.warning("%s: --chat_template has no effect on it, for its rows hold no messages", corpus.name)
+        from common.data.chat_notes import warn_unused_template
+
+        warn_unused_template(corpus.name)
     identity = [corpus.identity, kind, columns, tokenizer_identity(tokenizer), measure_compression]
     if kind == "examples":  # blocks are split when they are read
         identity.append(sequence_length)
