@@ -295,7 +295,7 @@ def _tokenize_in_process(source, tokenizer, cache, log, barrier, locked):
 
     text_module._write_samples = slow_write
     if not locked:
-        cache_module._only_one = lambda directory: nullcontext(directory.parent.mkdir(exist_ok=True))
+        cache_module.only_one = lambda directory: nullcontext(directory.parent.mkdir(exist_ok=True))
     barrier.wait()
     tokenize(source, tokenizer, 8, None, cache)
 
