@@ -6,6 +6,7 @@ flags. No setting is in both.
 
 import argparse
 import difflib
+import os
 import sys
 import time
 from collections.abc import Callable, Sequence
@@ -25,6 +26,8 @@ from common.training.recipe_traits import Arguments
 
 if TYPE_CHECKING:
     from common.data.source_types import Source
+
+LONGEST_NAME = 255  # bytes of a name in most file systems
 
 
 class ArgumentParser(argparse.ArgumentParser):
@@ -51,6 +54,10 @@ class ArgumentParser(argparse.ArgumentParser):
             from common.parallel.failures import exit_with_errors
 
             exit_with_errors(explain_unknown(unknown, sys.argv[1:] if args is None else args, flags_of(self)))
+        if any(len(os.fsencode(word)) > LONGEST_NAME for word in (sys.argv if args is None else args)):
+            from common.rare_arguments import check_paths
+
+            check_paths(parsed)
         parsed.output_dir = parsed.output_dir or time.strftime(f"runs/{Path(self.prog).stem}-%Y%m%d-%H%M%S")
         return Arguments(frozenset(self.shared_flags), **vars(parsed))
 

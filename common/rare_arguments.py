@@ -1,6 +1,7 @@
 """Flags that only some runs use: their checks, the messages about them, and the sources of text that they select."""
 
 import argparse
+import errno
 import os
 from collections.abc import Iterator
 from dataclasses import replace
@@ -52,6 +53,23 @@ def resolve_micro_batch_size(
             f"{grid.pipeline} stages, which would wait for each other; {lower}use --global_batch_size "
             f"{MICRO_BATCHES_PER_STAGE * grid.pipeline * unit}"
         )
+
+
+def check_paths(args: argparse.Namespace) -> None:
+    """Raises UserError: the value of a flag for files is too long for a path."""
+    flags = (
+        "output_dir train_file validation_file train_dir validation_dir dataset_name model_name_or_path chat_template"
+    )
+    values = {name: vars(args).get(name) or [] for name in flags.split()}
+    problems = []
+    for name, value in values.items():
+        for path in value if isinstance(value, list) else [value]:
+            try:
+                os.lstat(path)
+            except OSError as error:
+                if error.errno == errno.ENAMETOOLONG:
+                    problems.append(f"--{name} {path[:60]}...: {os.strerror(error.errno).lower()}; name a shorter path")
+    raise_errors(problems)
 
 
 def describe_length(args: argparse.Namespace) -> str:

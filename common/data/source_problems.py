@@ -39,6 +39,8 @@ def _file_problem(path: str) -> str | None:
         if not can_unpack(compression):
             install = "pip install zstandard, or " if compression == "zstd" else ""  # others are part of Python
             return f"this Python cannot unpack {Path(path).suffix}; {install}unpack the file"
+    if not Path(path).is_file():
+        return "is not a regular file, such as a pipe or a device; write its content to one"
     if Path(path).stat().st_size == 0:
         return "the file is empty; leave it out or fill it"
     return None
