@@ -420,11 +420,13 @@ def test_a_base_in_4_bits_is_trained_evaluated_merged_and_refused(place, tmp_pat
 def test_a_new_head_is_never_quantized(place, tmp_path):
     """With every combination of flags on an encoder without a head; and what has a head of its own keeps it."""
     sizes = {"vocab_size": 384, "hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4}
-    BertModel(BertConfig(**sizes, intermediate_size=48, pad_token_id=2)).save_pretrained(tmp_path / "bert")
+    config = BertConfig(**sizes, intermediate_size=48, pad_token_id=2)
+    for name in ("bert", "without-pooler"):
+        BertModel(config, add_pooling_layer=name == "bert").save_pretrained(tmp_path / name)
     sizes = {"vocab_size": 384, "d_model": 32, "d_kv": 8, "d_ff": 48, "num_layers": 1, "num_heads": 4}
     config = T5Config(**sizes, pad_token_id=2, decoder_start_token_id=2, tie_word_embeddings=False)
     T5ForConditionalGeneration(config).save_pretrained(tmp_path / "t5")
-    for name in ("bert", "t5"):
+    for name in ("bert", "without-pooler", "t5"):
         AutoTokenizer.from_pretrained(place / "base").save_pretrained(tmp_path / name)
     switches = ["--quantize nf4", "--use_dora", "--use_rslora"]
     chosen = [[one for number, one in enumerate(switches) if case >> number & 1] for case in range(8)]
@@ -441,8 +443,11 @@ def test_a_new_head_is_never_quantized(place, tmp_path):
     runs.append((flags(place, tmp_path / "seq2seq", *every, "--generate", 0, *small, tmp_path / "t5"), {}, "seq2seq"))
     runs += [(flags(place, tmp_path / name, *every, *small, place / "base"), {}, name) for name in ("lm", "dpo")]
     run_specs("classify", runs, tmp_path)
-    for number in range(len(chosen)):
-        saved = load_file(tmp_path / f"classify-{number}/model/adapter_model.safetensors")
+    # Of two ranks, only the first knows which layers are new.
+    sharded = flags(place, tmp_path / "classify-fsdp2", *every, *small, tmp_path / "without-pooler")
+    run_specs("classify", [(sharded, {})], tmp_path, "fsdp2")
+    for name in (*range(len(chosen)), "fsdp2"):
+        saved = load_file(tmp_path / f"classify-{name}/model/adapter_model.safetensors")
         (head,) = (weight for name, weight in saved.items() if name.endswith("classifier.weight"))
         assert head.shape == (2, 32) and head.dtype == torch.float32
     for name in ("seq2seq", "lm", "dpo"):

@@ -290,6 +290,24 @@ def test_where_nothing_fits_an_adapter_that_does_is_advised(tmp_path):
         assert re.search(rf"an adapter fits, {words}, with a peak of [\d.]+ MiB:\n\n    accelerate .* {words}\n", told)
 
 
+def test_two_cards_share_a_base_in_4_bits(tmp_path):
+    """FSDP2 has half of the weights of one card: layers in 4 bits, embedding and head in bf16, adapters in float32."""
+    model = wide_model(tmp_path, hidden_size=1024, intermediate_size=2560)
+    command = [BIN / "python", "recipes/lm.py", "--train_file", tmp_path / "a.txt", "--sequence_length", 32]
+    command += ["--global_batch_size", 2, "--model_name_or_path", model, "--lora_rank", 8, "--quantize", "nf4"]
+    told = run([*command, "--plan", "2 x 24GiB"], CUDA_VISIBLE_DEVICES="").stdout
+    weights = {}
+    for name in ("single_gpu", "fsdp2"):
+        row = re.search(rf"^{name} +full +\S+ +\d+ +[\d.]+ +([\d.]+) ", told, re.MULTILINE)
+        weights[name] = float(row[1]) * 2**20
+    config = json.loads((model / "config.json").read_text())
+    width, inner = config["hidden_size"], config["intermediate_size"]
+    linear, adapted = 2 * (4 * width**2 + 3 * width * inner), 2 * 8 * (8 * width + 3 * (width + inner))
+    expected = 0.516 * linear + 2 * 2 * 384 * width + 4 * adapted + 4 * 5 * width
+    assert weights["single_gpu"] == pytest.approx(expected, rel=0.01)
+    assert weights["fsdp2"] == pytest.approx(expected / 2, rel=0.01)
+
+
 ON_ONE = {"single_gpu", "multi_gpu", "hsdp", "fsdp2", "fsdp2_offload", "zero1", "zero2", "zero3", "zero3_offload_cpu"}
 ON_ONE |= {"zero3_offload_nvme", "sequence_parallel", "fsdp2_sequence_parallel"}
 ON_ONE |= {"tensor_parallel", "fsdp2_tensor_parallel"}

@@ -56,8 +56,13 @@ def build_base(args: Arguments, config: PreTrainedConfig, model_class: Any = Aut
 
 
 def build_meta_base(args: Arguments, config: PreTrainedConfig, model_class: Any) -> PreTrainedModel:
-    """Returns the model of `build_base` on the `meta` device, without data; its frozen layers are not quantised."""
-    return with_adapter(args, empty_model(config, args.trust_remote_code, model_class))
+    """Returns the model of `build_base` on the `meta` device, without data."""
+    model = empty_model(config, args.trust_remote_code, model_class)
+    if args.shared("quantize"):
+        from common.models import quantization
+
+        quantization.imagine(model)
+    return with_adapter(args, model)
 
 
 def with_adapter(args: Arguments, model: PreTrainedModel, new_weights: list[str] | None = None) -> PreTrainedModel:
@@ -72,9 +77,9 @@ def with_adapter(args: Arguments, model: PreTrainedModel, new_weights: list[str]
 def count_parameters(model: nn.Module) -> tuple[int, int]:
     """Returns the numbers of all and of trained parameters, even if they are partitioned by ZeRO-3 or in 4 bits."""
     sizes = [(getattr(p, "ds_numel", p.numel()), p.requires_grad) for p in model.parameters()]
-    packed = 0
+    total = sum(size for size, _ in sizes)
     if has_adapter(model):
-        from common.models.packed import count_saved
+        from common.models.packed import count_all
 
-        packed = count_saved(model)
-    return sum(size for size, _ in sizes) + packed, sum(size for size, is_trained in sizes if is_trained)
+        total = count_all(model)
+    return total, sum(size for size, is_trained in sizes if is_trained)

@@ -159,12 +159,13 @@ def build_classifier(
         kept = set(_head_parameters(config, trust_remote_code, model_class)) - new_weights
         _draw_again(model, kept)
         new_weights |= kept
+    new = decided_once(lambda: sorted(new_weights))  # only ranks with the weights know the names
     if "quantization_config" in options:
         from common.models import quantization
 
-        layers = quantization.unquantize_new(model, new_weights)
+        layers = quantization.unquantize_new(model, set(new))
         _draw_again(model, {f"{layer}.weight" for layer in layers})
-    return model, decided_once(lambda: sorted(new_weights))  # only ranks with the weights know the names
+    return model, new
 
 
 def _head_parameters(config: Any, trust_remote_code: bool, model_class: Any) -> list[str]:

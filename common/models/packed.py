@@ -18,6 +18,7 @@ from torch.autograd.function import once_differentiable
 from common.process import this_process
 
 BLOCK, BLOCK_OF_BLOCKS = 64, 256  # block sizes of bitsandbytes: weights per 8-bit scale, and scales per float32 scale
+BYTES_PER_WEIGHT = 1 / 2 + 1 / BLOCK + 4 / (BLOCK * BLOCK_OF_BLOCKS)
 
 
 def _sizes(num_weights: int) -> tuple[int, int, int]:
@@ -116,6 +117,12 @@ def packed_modules(model: nn.Module) -> Iterator[tuple[str, Any]]:
             yield name, module
 
 
-def count_saved(model: nn.Module) -> int:
-    """Returns the number of weights minus the number of bytes of all packed weights."""
-    return sum(module.shape.numel() - num_bytes(module.shape) for _, module in packed_modules(model))
+def count_packed(model: nn.Module) -> int:
+    """Returns the number of weights in 4 bits."""
+    return sum(module.shape.numel() for _, module in packed_modules(model))
+
+
+def count_all(model: nn.Module) -> int:
+    """Returns the number of elements of all parameters; a packed weight counts as dequantised, not as its bytes."""
+    sizes = (getattr(p, "ds_numel", p.numel()) for p in model.parameters())
+    return sum(sizes) + count_packed(model) - sum(num_bytes(module.shape) for _, module in packed_modules(model))

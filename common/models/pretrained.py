@@ -90,7 +90,7 @@ def build_model(
         if "quantization_config" in options:
             from common.models import quantization
 
-            quantization.imagine(model, options["quantization_config"].bnb_4bit_compute_dtype)
+            quantization.imagine(model)
         return (model, {"missing_keys": [], "mismatched_keys": []}) if output_loading_info else model
     model, loaded = _load(config, name_or_path, trust_remote_code, model_class, frozen_dtype, options)
     missing = sorted(set(loaded["missing_keys"]) & {name for name, _ in model.named_parameters(remove_duplicate=False)})

@@ -47,8 +47,10 @@ def pack_layers(model: Any) -> None:
     from bitsandbytes.nn import Linear4bit
 
     for name, module in list(model.named_modules()):
-        if isinstance(module, Linear4bit):
-            weight: Any = module.weight
+        weight: Any = getattr(module, "weight", None)
+        if isinstance(module, Linear4bit) and hasattr(
+            weight, "quant_state"
+        ):  # not in a layer without pretrained weights
             packed = pack(weight.data, weight.quant_state)
             model.set_submodule(name, PackedLinear(module, module.compute_dtype, packed))
     # The model is an ordinary model of these layers from now on, as it is on ranks that load no weights.
@@ -76,8 +78,10 @@ def find_kept(model: Any) -> list[str]:
 
 def unquantize_new(model: nn.Module, new_weights: set[str]) -> set[str]:
     """Replaces quantised layers without pretrained weights (a new pooler) with linear layers; returns their names."""
+    from bitsandbytes.nn import Linear4bit
+
     names = {name.rpartition(".")[0] for name in new_weights}
-    names = {name for name in names if isinstance(model.get_submodule(name), PackedLinear)}
+    names = {name for name in names if isinstance(model.get_submodule(name), PackedLinear | Linear4bit)}
     for name in names:
         old: Any = model.get_submodule(name)
         new = nn.Linear(old.in_features, old.out_features, old.bias is not None, dtype=torch.float32)
@@ -85,11 +89,11 @@ def unquantize_new(model: nn.Module, new_weights: set[str]) -> set[str]:
     return names
 
 
-def imagine(model: nn.Module, dtype: torch.dtype) -> None:
-    """Replaces linear layers of a model on the `meta` device as `pack_layers` does. dtype: dtype of their matmuls."""
+def imagine(model: nn.Module) -> None:
+    """Replaces linear layers of a model on the `meta` device as `pack_layers` does."""
     from transformers.quantizers.quantizers_utils import should_convert_module
 
     kept = [*find_kept(model), *float32_modules(model)]
     for name, module in list(model.named_modules()):
         if type(module) is nn.Linear and should_convert_module(name, kept):
-            model.set_submodule(name, PackedLinear(module, dtype))
+            model.set_submodule(name, PackedLinear(module, narrow_dtype() or torch.float32))

@@ -55,7 +55,7 @@ def _sizes(shape: ModelSizes, mode: Mode) -> tuple[float, float]:
     """Returns the bytes of gradients and weights that data parallelism sends for a process's part of the model."""
     part = 1 / (mode.tensor * mode.pipeline)
     width = 2 if mode.weights_dtype != "float32" else 4
-    return 4.0 * part * shape.trained, width * part * shape.parameters
+    return 4.0 * part * shape.trained, part * (width * shape.trained + shape.frozen_bytes(width))
 
 
 def _averaging(

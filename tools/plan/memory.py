@@ -11,6 +11,7 @@ from itertools import pairwise
 from typing import Any
 
 from common.internals.transformers import unsplit_layers
+from common.models.packed import BYTES_PER_WEIGHT, count_all, count_packed
 from common.parallel import deepspeed_files
 from common.parallel.launch import Launch
 from common.training.optimizer_choice import kinds_of_split
@@ -35,8 +36,18 @@ class ModelSizes:
     outside: int  # elements outside such modules: embedding, last norm, head
     width: int = 0  # width of the hidden states of text
     layers: int = 0
+    packed: int = 0  # elements in 4 bits (--quantize)
+    packed_in_layer: int = 0  # of these, in the largest layer
     exchanged: int = 0  # elements of a token's queries, keys, values and attention output together, per layer
     parts: tuple[list[int], list[int]] | None = None  # result of `stages.count_parts`, for a recipe with stages
+
+    def frozen_bytes(self, width: int) -> float:
+        """Returns the bytes of the weights that are not trained. width: bytes per element of those not in 4 bits."""
+        return width * float(self.parameters - self.trained - self.packed) + BYTES_PER_WEIGHT * self.packed
+
+    def layer_bytes(self, width: int) -> float:
+        """Returns the bytes of the weights of the largest layer, all-gathered. width: as in `frozen_bytes`."""
+        return width * float(self.largest_layer - self.packed_in_layer) + BYTES_PER_WEIGHT * self.packed_in_layer
 
     def part(self, share: float) -> "ModelSizes":
         """Returns the sizes of a fraction `share` of the model, for tensor or pipeline parallelism."""
@@ -46,15 +57,16 @@ class ModelSizes:
 
 def measure_model(model: Any) -> ModelSizes:
     """Returns the sizes of a model, with or without data. `_no_split_modules` are all-gathered as units."""
-    names, sizes = unsplit_layers(model), [0]
+    names, sizes = unsplit_layers(model), [(0, 0)]
     inside: set[int] = set()
     for module in model.modules():
         if type(module).__name__ in names and not inside & {id(p) for p in module.parameters()}:
-            sizes.append(sum(p.numel() for p in module.parameters()))
+            sizes.append((count_all(module), count_packed(module)))
             inside |= {id(p) for p in module.parameters()}
-    total = sum(p.numel() for p in model.parameters())
+    total, (largest, packed_in_layer) = count_all(model), max(sizes)
     trained = sum(p.numel() for p in model.parameters() if p.requires_grad)
-    shape = ModelSizes(total, trained, max(sizes), total - sum(sizes))
+    shape = ModelSizes(total, trained, largest, total - sum(size for size, _ in sizes))
+    shape = replace(shape, packed=count_packed(model), packed_in_layer=packed_in_layer)
     text = model.config.get_text_config()
     heads = getattr(text, "num_attention_heads", None)
     if not isinstance(heads, int) or not isinstance(getattr(text, "hidden_size", None), int):
@@ -188,9 +200,8 @@ def on_host(shape: ModelSizes, mode: Mode, state_bytes: float) -> tuple[float, f
     state = (4.0 + state_bytes) * shape.trained  # with the master weights
     held = {HOST: 0.0, FILES: 0.0, "device": 0.0}
     if mode.kind == "FSDP":
-        frozen = width * float(shape.parameters - shape.trained)
         # `state` includes the trained weights, because FSDP2's shards are the master weights; gradients are added.
-        held[mode.state_on] += state + 4.0 * shape.trained + frozen
+        held[mode.state_on] += state + 4.0 * shape.trained + shape.frozen_bytes(width)
     elif mode.kind == "DeepSpeed":
         held[mode.state_on] += state + (4.0 * shape.trained if mode.state_on == HOST else 0)
         held[mode.weights_on] += float(width * shape.parameters)
@@ -246,15 +257,14 @@ def _ddp(parts: Parts, segment: str, shape: ModelSizes, accumulates: bool) -> No
 def _fsdp(parts: Parts, segment: str, shape: ModelSizes, mode: Mode, width: int) -> None:
     """Adds FSDP2's float32 shards, the unsharded root and two layers in the compute dtype, and a gradient in flight."""
     n = mode.shards
-    frozen = shape.parameters - shape.trained  # next to an adapter, in the compute dtype
-    shard = (4.0 * shape.trained + width * frozen) / n
+    shard = (4.0 * shape.trained + shape.frozen_bytes(width)) / n  # next to an adapter, in the compute dtype or 4 bits
     gradients = parts.pop("gradients", 0) / width * 4 / n
     state = parts.pop("optimizer state", 0) / width * 4 / n
     parts["weights"] = 0 if mode.weights_on == HOST else shard
     parts["gradients"] = 0 if mode.weights_on == HOST else gradients
     parts["optimizer state"] = 0 if mode.state_on == HOST else state
     if n > 1 and segment.startswith(("forward", "backward", "evaluation")):
-        parts["gathered layers"] = width * float(shape.outside + 2 * shape.largest_layer)
+        parts["gathered layers"] = width * float(shape.outside) + 2 * shape.layer_bytes(width)
         if segment.startswith("backward"):
             # A full gradient in the compute dtype, and its float32 copy, the input of the reduce-scatter.
             largest = max(shape.largest_layer, shape.outside if segment.endswith("end") else 0)
