@@ -189,7 +189,7 @@ OFF = {
 NOT_TEXT = "all recipes except vision.py"
 ONE_TEXT = "classify.py, lm.py, long_sequence.py, moe.py and pipeline.py"
 CAUSAL = "lm.py, moe.py and pipeline.py"
-ADAPTED = "classify.py, dpo.py, lm.py, moe.py and seq2seq.py"
+ADAPTED = "classify.py, dpo.py, embed.py, lm.py, moe.py and seq2seq.py"
 ELSEWHERE = {
     "train_file": f"{NOT_TEXT}, which uses --train_dir instead",
     "validation_file": f"{NOT_TEXT}, which uses --validation_dir instead",
@@ -209,6 +209,8 @@ ELSEWHERE |= dict.fromkeys(
 OWN = {
     "classify.py": "new_head pair_column task",
     "dpo.py": "beta",
+    "embed.py": "anchor_column dimensions learn_temperature loss negative_columns normalize pooling positive_column "
+    "prompt_anchor prompt_positive score_column symmetric temperature",
     "long_sequence.py": "architecture hidden_size levels mlp_rows num_layers segments truncate",
     "moe.py": "balance balance_strength dense experts_per_token num_experts upcycle",
     "pipeline.py": "schedule",

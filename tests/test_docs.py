@@ -35,6 +35,8 @@ FOLDERS = "recipes|common|tools|docs|tests|benchmarks|launchers|accelerate_confi
 # SLURM's, TensorBoard's and trackio's, and one that all have.
 FOREIGN_FLAGS = set("--nodes --gpus-per-node --cpus-per-task --signal --batch --logdir --project --help".split())
 SMALL = {"recipes/vision.py": ("--global_batch_size", "16")}  # others: --sequence_length
+PAIRS = ("--anchor_column", "target", "--positive_column", "source")
+SMALL["recipes/embed.py"] = (*SMALL["recipes/vision.py"], "--sequence_length", "64", *PAIRS)
 TWO_UPDATES = ("--num_updates", "2", "--save_every", "1")
 
 
@@ -117,7 +119,7 @@ def place(tmp_path_factory):
     for folder in ("chats", "books", "news", "path/to"):
         (place / folder).mkdir(parents=True)
     write_rows(place / "my.jsonl", 200)
-    for name in ("chats/1.jsonl", "preferences.jsonl"):
+    for name in ("chats/1.jsonl", "preferences.jsonl", "pairs.jsonl", "held_out_pairs.jsonl"):
         shutil.copy(place / "my.jsonl", place / name)
     names = ("text", "article", "summary", "chosen", "rejected")
     rows = [(text, text, text[4:40], text, text[::-1]) for text in texts]

@@ -12,6 +12,7 @@ SHARED = ("args = ", "tokenizer, config, ", "optimizer = ", "with run.training("
 OWN = {
     "classify.py": ("tokenizer, config, ", "optimizer = ", "results |= "),
     "dpo.py": ("results |= ",),
+    "embed.py": ("with run.training(", "results |= "),
     "vision.py": ("tokenizer, config, ", "optimizer = ", "with run.training(", "results |= "),
 }
 # What moe.py says of its own in the shared parts: it balances the experts.
@@ -37,6 +38,9 @@ SCHEDULE = {
                 loss_sums.append(loss_sum.detach())
 """,
 }
+# And embed.py: each micro-batch comes with the gradient of the loss of the whole global batch.
+REPLAY = {"replayed(run, model, batch, predict)": "run.micro_batches(batch)"}
+SAID = {"moe.py": BALANCE, "pipeline.py": SCHEDULE, "embed.py": REPLAY}
 
 
 def function(recipe, name):
@@ -46,7 +50,7 @@ def function(recipe, name):
 
 def as_shared(recipe, text):
     """Without what the recipe says of its own in the shared parts."""
-    for own, shared in {"moe.py": BALANCE, "pipeline.py": SCHEDULE}.get(recipe, {}).items():
+    for own, shared in SAID.get(recipe, {}).items():
         text = text.replace(own, shared)
     return "\n".join(line for line in text.splitlines() if "router." not in line)
 

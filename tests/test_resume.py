@@ -68,6 +68,8 @@ RECIPES = {
     "pipeline": [*TEXT, "--model_name_or_path", "MODEL", "--shape", "examples", "--sequence_length", 32],
     "dpo": [*TEXT, "--model_name_or_path", "MODEL", "--sequence_length", 64],
 }
+PAIRS = ["--anchor_column", "target", "--positive_column", "source", "--sequence_length", 32, "--learn_temperature"]
+RECIPES["embed"] = [*TEXT, "--model_config", "tiny", *PAIRS]
 # A network of 2 attention heads; and what can share a sequence among processes, or its layers.
 TRANSFORMER = [*TEXT, "--architecture", "transformer", "--num_layers", 2, "--sequence_length", 255]
 SHARING = {"lm": RECIPES["lm"], "moe": RECIPES["moe"], "long_sequence": TRANSFORMER}
@@ -80,10 +82,11 @@ ADAPTERS = {
     "classify-lora": [*TEXT, "--model_name_or_path", "LLAMA", "--sequence_length", 32, *LORA, "--use_rslora"],
     "seq2seq-lora": [*TEXT, "--model_name_or_path", "T5", *SEQ2SEQ, *LORA[:2]],
     "moe-lora": [*TEXT, "--model_name_or_path", "MIXTRAL", "--sequence_length", 32, *LORA[:2]],
+    "embed-lora": [*TEXT, "--model_name_or_path", "LLAMA", *PAIRS, *LORA],
 }
 # A base in 4 bits, which DeepSpeed does not support.
 QUANTIZED = {"lm-nf4": [*RECIPES["lm"], *LORA, "--quantize", "nf4"]}
-WITH_DROPOUT = ("lm", "classify", "seq2seq", "vision")
+WITH_DROPOUT = ("lm", "classify", "seq2seq", "vision", "embed")
 # A plain process, and each way in which weights are held: with all recipes, and the adapters of all. The other configs
 # change the precision, the place or the number of the copies of such weights, and of what a checkpoint holds nothing
 # that depends on the recipe but the buffers of SOME.
@@ -202,6 +205,7 @@ EQUAL = {
     "classify": [*UNEVEN, "--model_name_or_path", "LLAMA", "--sequence_length", 32],
     "seq2seq": [*UNEVEN, "--model_name_or_path", "T5", "--sequence_length", 32, "--target_length", 16],
     "dpo": [*UNEVEN, "--model_name_or_path", "LLAMA", "--sequence_length", 64],
+    "embed": [*UNEVEN, "--model_name_or_path", "LLAMA", *PAIRS],
     "moe": RECIPES["moe"],
     "moe-exact": [*RECIPES["moe"], "--balance", "exact"],
     "long_sequence": RECIPES["long_sequence"],
@@ -222,10 +226,11 @@ EQUAL = {
     ],
     "moe-lora": ADAPTERS["moe-lora"],
     "classify-lora": ADAPTERS["classify-lora"][:-1] + ["--lora_dropout", 0],
+    "embed-lora": [*UNEVEN, "--model_name_or_path", "LLAMA", *PAIRS, "--lora_rank", 4],
     "seq2seq-lora": [*UNEVEN, *ADAPTERS["seq2seq-lora"][len(TEXT) :]],
 }
 FIGURES = {"validation_loss": 1e-5, "margin": 1e-4, "chrf": 1e-6}  # how far they may be off; these may not be at all:
-FIGURES |= dict.fromkeys(("accuracy", "macro_f1", "examples", "num_generated", "expert_shares"), 0)
+FIGURES |= dict.fromkeys(("accuracy", "macro_f1", "examples", "num_generated", "expert_shares", "recall_at_1"), 0)
 # Of a weight; of those of the others that were moved by Adam from small gradients, 2e-5.
 WEIGHTS = {"classify": 1e-5, "moe": 1e-5, "moe-exact": 1e-5}
 # Under ZeRO-3, whose sums are in another order, some processors' rounding sends a token to the other one of two experts
@@ -276,7 +281,8 @@ def test_every_recipe_makes_the_update_of_one_process(config, one_process, data,
             is_counted = key.endswith("e_score_correction_bias")  # moved by whole numbers of tokens
             most = 0 if is_counted else FLIPPED.get((config, name), WEIGHTS.get(name, 2e-5))
             assert (weight - weights[key]).abs().max() <= most, (name, key)
-        counts = ["routing.begin_update"] if name == "moe-exact" else []  # before the first backward
+        # Before the first backward.
+        counts = {"moe-exact": ["routing.begin_update"]}.get(name, ["replay.embed"] if "embed" in name else [])
         ours = our_collectives(tmp_path / f"{name}-n", 2)
         # The second and the last one are saved.
         assert ours[0] == ours[2][: len(ours[0])] == [*counts, "accumulation.sum_over_ranks"], name

@@ -135,3 +135,8 @@ def is_recurrent(model_class: Any) -> bool:
 def supports_sdpa(model_class: Any) -> bool:
     """Returns whether the model supports SDPA attention. Needs `_supports_sdpa`; raises UserError without it."""
     return private(model_class, "_supports_sdpa")
+
+
+def leave_out_of_files(model: Any, names: set[str]) -> None:
+    """Makes `save_pretrained` leave out these weights, which are of our own: adds to `_keys_to_ignore_on_save`."""
+    model._keys_to_ignore_on_save = {*(model._keys_to_ignore_on_save or ()), *names}

@@ -31,9 +31,9 @@ class Samples(Protocol):
     """A dataset as the recipes use it, such as `data.text.Samples`. Only `collate` knows the content of a sample.
 
     Optional members: `of_epoch(epoch)` returns the dataset of an epoch, if samples differ by epoch (augmentation).
-    `parts` contains the sources of mixed data by name, and `mixing` their order (`data.mixed.Mixed`). If a sample has
-    several sequences, its length includes their padding to equal length. Then `sequence_lengths(ids)` excludes this
-    padding, and `num_predicted(ids)` counts the predicted tokens of each sample.
+    `of_batch(ids)` returns (dataset, its ids) of these samples' texts, if ranks share texts instead of samples. `parts`
+    contains mixed sources by name, `mixing` their order (`data.mixed.Mixed`). If a sample has several sequences, its
+    length includes their padding to equal length, `sequence_lengths(ids)` does not; `num_predicted(ids)` is by sample.
     """
 
     unit: str  # unit of a length: "tokens", "images"
@@ -197,8 +197,9 @@ class GlobalBatches(torch.utils.data.Dataset):
         raise IndexError("beyond the last global batch of the last source")
 
     def __getitem__(self, update: int) -> GlobalBatch:
-        source, ids = self._sample_ids(update)
-        samples = self.samples
+        source, drawn = self._sample_ids(update)
+        samples = self.samples.of_epoch(update // len(self)) if hasattr(self.samples, "of_epoch") else self.samples
+        samples, ids = samples.of_batch(drawn) if hasattr(samples, "of_batch") else (samples, drawn)
         own_lengths = samples.lengths(ids)
         lengths = round_up(round_up(own_lengths, self.multiple_of), self.num_parts)
         limits = self.micro_batch_size, self.micro_batch_tokens
@@ -211,21 +212,20 @@ class GlobalBatches(torch.utils.data.Dataset):
         sequence_lengths = samples.sequence_lengths(ids) if hasattr(samples, "sequence_lengths") else own_lengths
         return GlobalBatch(
             update=update,
-            micro_batches=self._micro_batches(update, ids, assigned[self.rank]),
-            num_samples=len(ids),
+            micro_batches=self._micro_batches(samples, ids, assigned[self.rank]),
+            num_samples=len(drawn),
             num_targets=int(samples.num_targets(ids).sum()),
             num_tokens=int(sequence_lengths.sum()),
             num_processed=int((counts * longest.sum(1)).clip(min=dummy).sum()),
             rank_work=torch.from_numpy(work.reshape(self.world_size, -1).sum(1)),
-            sample_digest=hashlib.blake2b(np.sort(ids).astype("<i8").tobytes(), digest_size=8).hexdigest(),
+            sample_digest=hashlib.blake2b(np.sort(drawn).astype("<i8").tobytes(), digest_size=8).hexdigest(),
             lengths=torch.from_numpy(sequence_lengths),
             source=source,
             num_predicted=int(samples.num_predicted(ids).sum()) if hasattr(samples, "num_predicted") else None,
         )
 
-    def _micro_batches(self, update: int, ids: np.ndarray, steps: list[np.ndarray]) -> list[dict[str, torch.Tensor]]:
+    def _micro_batches(self, samples: Any, ids: np.ndarray, steps: list[np.ndarray]) -> list[dict[str, torch.Tensor]]:
         """Returns this rank's micro-batches. steps: positions in `ids` of each micro-batch's samples."""
-        samples = self.samples.of_epoch(update // len(self)) if hasattr(self.samples, "of_epoch") else self.samples
         collate = self.collate if self.multiple_of == 1 else partial(self.collate, multiple_of=self.multiple_of)
         # A rank without samples computes a dummy sample, so that it joins the collectives of the step.
         micro_batches = [

@@ -69,6 +69,16 @@ def mean_of_means(_):
     change(Accelerator, "backward", lambda self, loss: backward(self, loss / counts.pop(0)))
 
 
+def own_texts(_):
+    """Each rank contrasts only the texts that it has embedded."""
+    reduce = Accelerator.reduce
+    change(
+        Accelerator,
+        "reduce",
+        lambda self, tensor, reduction: tensor if tensor.ndim == 2 else reduce(self, tensor, reduction),
+    )
+
+
 def no_broadcast(_):
     """Processes that keep their own running statistics."""
     change(accelerate.utils, "broadcast", lambda tensor: tensor)
