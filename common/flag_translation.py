@@ -209,8 +209,8 @@ ELSEWHERE |= dict.fromkeys(
 OWN = {
     "classify.py": "new_head pair_column task",
     "dpo.py": "beta",
-    "embed.py": "anchor_column dimensions learn_temperature loss negative_columns normalize pooling positive_column "
-    "prompt_anchor prompt_positive score_column symmetric temperature",
+    "embed.py": "anchor_column dimensions learn_temperature loss negative_columns no-normalize normalize pooling "
+    "positive_column prompt_anchor prompt_positive score_column symmetric temperature",
     "long_sequence.py": "architecture hidden_size levels mlp_rows num_layers segments truncate",
     "moe.py": "balance balance_strength dense experts_per_token num_experts upcycle",
     "pipeline.py": "schedule",

@@ -35,8 +35,7 @@ FOLDERS = "recipes|common|tools|docs|tests|benchmarks|launchers|accelerate_confi
 # SLURM's, TensorBoard's and trackio's, and one that all have.
 FOREIGN_FLAGS = set("--nodes --gpus-per-node --cpus-per-task --signal --batch --logdir --project --help".split())
 SMALL = {"recipes/vision.py": ("--global_batch_size", "16")}  # others: --sequence_length
-PAIRS = ("--anchor_column", "target", "--positive_column", "source")
-SMALL["recipes/embed.py"] = (*SMALL["recipes/vision.py"], "--sequence_length", "64", *PAIRS)
+SMALL["recipes/embed.py"] = (*SMALL["recipes/vision.py"], "--sequence_length", "64")
 TWO_UPDATES = ("--num_updates", "2", "--save_every", "1")
 
 

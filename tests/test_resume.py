@@ -68,7 +68,7 @@ RECIPES = {
     "pipeline": [*TEXT, "--model_name_or_path", "MODEL", "--shape", "examples", "--sequence_length", 32],
     "dpo": [*TEXT, "--model_name_or_path", "MODEL", "--sequence_length", 64],
 }
-PAIRS = ["--anchor_column", "target", "--positive_column", "source", "--sequence_length", 32, "--learn_temperature"]
+PAIRS = ["--sequence_length", 32, "--learn_temperature"]
 RECIPES["embed"] = [*TEXT, "--model_config", "tiny", *PAIRS]
 # A network of 2 attention heads; and what can share a sequence among processes, or its layers.
 TRANSFORMER = [*TEXT, "--architecture", "transformer", "--num_layers", 2, "--sequence_length", 255]

@@ -39,6 +39,7 @@ KNOWN = (
     ("query", "passage"),
     ("sentence1", "sentence2"),
     ("question", "answer"),
+    ("source", "target"),
 )
 FLAGS = "--anchor_column, --positive_column, --negative_columns, --score_column"
 
