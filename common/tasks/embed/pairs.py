@@ -23,7 +23,7 @@ from transformers import PreTrainedTokenizerBase
 from common.data.cache import cached
 from common.data.column_checks import unused_columns
 from common.data.python_functions import derived_corpus, find_docstring
-from common.data.row_texts import batches, filled_text
+from common.data.row_texts import batches, text_of
 from common.data.source_types import Corpus, Row, Source
 from common.data.sources import check_columns, open_source
 from common.data.token_store import TokenStore, TokenWriter
@@ -128,8 +128,14 @@ def _negatives_of(row: Row, columns: tuple[str, ...]) -> list[str]:
     for column in columns:
         value = row.values.get(column)
         for item in value if isinstance(value, list) else [] if value in (None, "") else [value]:
-            texts.append(filled_text(row._replace(values={column: item}), column))
+            texts.append(text_of(row._replace(values={column: item}), column, may_be_empty=False))
     return texts
+
+
+def _texts_of(row: Row, columns: Columns, prompts: tuple[str, str]) -> list[str]:
+    """Returns anchor, positive and negatives of a row, with their prompts."""
+    anchor, positive = (text_of(row, column, may_be_empty=False) for column in columns[:2])
+    return [prompts[0] + anchor, *(prompts[1] + text for text in (positive, *_negatives_of(row, columns.negatives)))]
 
 
 def _score_of(row: Row, column: str) -> float:
@@ -156,11 +162,7 @@ def _write_pairs(
     seen: dict[str, set] = {"positives": set(), "scores": set()}
     with TokenWriter(directory, hashes=[], ends=[0], scores=[]) as writer:
         for batch in batches(corpus, columns.names):
-            groups = [
-                [prompts[0] + filled_text(row, columns.anchor)]
-                + [prompts[1] + text for text in (filled_text(row, columns.positive), *_negatives_of(row, columns[2]))]
-                for row in batch
-            ]
+            groups = [_texts_of(row, columns, prompts) for row in batch]
             limit = {"truncation": True, "max_length": length, "return_token_type_ids": False}
             encoded = tokenizer(list(itertools.chain(*groups)), return_attention_mask=False, **limit)
             counts["truncated"] += sum(bool(text.overflowing) for text in encoded.encodings or ())
