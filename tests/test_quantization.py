@@ -4,8 +4,15 @@ import json
 
 import pytest
 import torch
+from bitsandbytes.functional import dequantize_4bit, quantize_4bit
 from conftest import make_model_dir, read_metrics, run_specs, write_rows
-from transformers import AutoModelForCausalLM, AutoTokenizer, BitsAndBytesConfig
+from safetensors.torch import load_file
+from transformers import AutoModelForCausalLM, AutoTokenizer, BitsAndBytesConfig, MixtralConfig, MixtralForCausalLM
+
+from common.models.adapters import build_base
+from common.models.load import load_config
+from common.training.recipe_traits import Arguments
+from tools.checkpoint.export import export
 
 QUANTIZED = ["--quantize", "nf4"]
 NF4 = {"load_in_4bit": True, "bnb_4bit_quant_type": "nf4", "bnb_4bit_use_double_quant": True}
@@ -31,13 +38,14 @@ def place(functions_file, tmp_path_factory):
 def flags(place, out, base="base", *more):
     given = ["--train_file", place / "rows.jsonl", "--model_name_or_path", place / base, "--sequence_length", 32]
     given += ["--global_batch_size", 8, "--micro_batch_size", 2, "--num_updates", 3, "--learning_rate", 1e-3]
+    given += ["--save_every", 3]
     return [*given, "--lora_rank", 4, "--output_dir", out, *more]
 
 
-def train(place, directory, config, precision, changes=None, base="base"):
-    """Losses and gradient norms of a run; without the base of 4 bits if it is `dequantized`."""
-    more = QUANTIZED if base == "base" else []
-    run_specs("lm", [(flags(place, directory / "run", base, *more), changes or {})], directory, config, *precision)
+def train(place, directory, config, precision, changes=None, base="base", recipe="lm"):
+    """Losses and gradient norms of a run; its base is in 4 bits, but `dequantized` ones."""
+    more = [] if base.startswith("dequantized") else QUANTIZED
+    run_specs(recipe, [(flags(place, directory / "run", base, *more), changes or {})], directory, config, *precision)
     return [[line["loss"], line["grad_norm"]] for line in read_metrics(directory / "run")]
 
 
@@ -61,10 +69,10 @@ def test_each_rank_holds_its_share_of_the_bytes_of_one_process(config, processes
     assert sum(losses, []) == pytest.approx(sum(expected, []), rel=2e-6)
     ranks = packed_in(tmp_path, processes)
     assert len(whole) == 14
-    for name, (_, _, size, digest) in whole.items():
-        held = [rank[name][1] for rank in ranks]
+    for name, (_, size, digest) in whole.items():
+        held = [rank[name][0] for rank in ranks]
         assert held == [size] * 2 if config == "multi_cpu" else sorted(set(held)) == sorted({-(-size // 2), size // 2})
-        assert all(rank[name] == [True, rank[name][1], size, digest] for rank in ranks), name
+        assert all(rank[name][1:] == [size, digest] for rank in ranks), name
 
 
 def test_a_base_in_4_bits_is_the_base_of_its_dequantized_weights(place, one_process, tmp_path):
@@ -83,3 +91,72 @@ def test_a_base_in_4_bits_is_the_base_of_its_dequantized_weights(place, one_proc
     )
     assert quantized == rounded
     assert abs(cast[0][0] - rounded[0][0]) > 1e-3
+
+
+@pytest.fixture(scope="module")
+def mixture(place):
+    """Another base: a mixture of experts; and `dequantized-mixture`."""
+    sizes = {"vocab_size": 384, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2}
+    sizes |= {"num_attention_heads": 4, "num_key_value_heads": 2, "num_local_experts": 4}
+    torch.manual_seed(0)
+    model = MixtralForCausalLM(MixtralConfig(**sizes))
+    for p in model.model.layers.parameters():
+        p.data *= 1 if p.ndim == 1 else 10
+    for name in ("mixture", "dequantized-mixture"):
+        model.save_pretrained(place / name)
+        AutoTokenizer.from_pretrained(place / "base").save_pretrained(place / name)
+        for key, p in model.named_parameters():
+            if ".experts." in key or key.endswith("_proj.weight"):
+                p.data = dequantize_4bit(*quantize_4bit(p.data, quant_type="nf4", compress_statistics=True))
+    return place
+
+
+def test_experts_are_quantized_too(mixture, tmp_path):
+    """In one process and sharded; merged, they are those that were trained. Control: the file's own experts."""
+
+    def losses(config, base, *precision, **changes):
+        directory = tmp_path / f"{config}-{base}"
+        directory.mkdir()
+        return sum(train(mixture, directory, config, precision, changes, base, "moe"), [])
+
+    for name in ("cpu", "fsdp2"):
+        (tmp_path / name).mkdir()
+    rounded = losses("cpu", "dequantized-mixture")
+    assert losses("cpu", "mixture", save_packed=str(tmp_path / "cpu/packed")) == pytest.approx(rounded, rel=1e-6)
+    found = losses("fsdp2", "mixture", "--mixed_precision", "no", save_packed=str(tmp_path / "fsdp2/packed"))
+    assert found == pytest.approx(rounded, rel=2e-6)
+    whole, *ranks = *packed_in(tmp_path / "cpu", 1), *packed_in(tmp_path / "fsdp2", 2)
+    experts = [name for name in whole if ".experts." in name]
+    assert len(experts) == 4 and all(2 * rank[name][0] == whole[name][1] for rank in ranks for name in experts)
+    merged = []
+    for run in ("cpu-mixture", "cpu-dequantized-mixture"):
+        export(tmp_path / run / "run/checkpoints/update-000003", tmp_path / f"merged-{run}", merge=True)
+        merged.append(load_file(tmp_path / f"merged-{run}/model.safetensors"))
+    differences = {name: (weight - merged[1][name]).abs().max() for name, weight in merged[0].items()}
+    assert max(differences.values()) < 1e-5
+    base = load_file(mixture / "mixture/model.safetensors")
+    assert all((base[name] - merged[0][name]).abs().max() > 1e-2 for name in base if ".experts." in name)
+
+
+def test_no_dequantized_experts_are_kept_for_the_backward_pass(mixture):
+    """They are recomputed. Control: those of a base in float32 are kept."""
+    ids, kept = torch.arange(20).view(2, 10), []
+
+    def keep(tensor):
+        kept.append(tensor.ndim == 3 and len(tensor) == 4 and tensor.numel() >= 4 * 32 * 48)
+        return tensor
+
+    counts = {}
+    for quantize in ("nf4", None):
+        args = {"lora_rank": 4, "lora_alpha": None, "lora_targets": [], "lora_dropout": 0.0, "use_dora": False}
+        args |= {"use_rslora": False, "quantize": quantize, "model_name_or_path": str(mixture / "mixture")}
+        args = Arguments(frozenset(args), **args, trust_remote_code=False)
+        model = build_base(args, load_config(mixture / "mixture"))
+        kept.clear()
+        with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
+            loss = model.train()(ids, labels=ids).loss
+        counts[quantize] = sum(kept)
+        loss.backward()
+        gradients = [p.grad for p in model.parameters() if p.requires_grad]
+        assert all(gradient is not None for gradient in gradients)
+    assert counts["nf4"] == 0 < counts[None]

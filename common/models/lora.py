@@ -12,7 +12,9 @@ from transformers import PreTrainedModel
 from transformers.pytorch_utils import Conv1D
 
 from common.errors import UserError
+from common.models import packed_experts
 from common.models.decisions import decided_once
+from common.models.packed_experts import is_of_experts
 from common.packages import find_missing
 from common.training.precision import is_deepspeed, is_fsdp, narrow_dtype
 from common.training.process_grid import ProcessGrid
@@ -63,17 +65,32 @@ def add_adapter(
 
     Raises UserError: a target is not a layer of the model, or peft cannot adapt it.
     """
-    from peft import LoraConfig  # here because the import takes a second
-
     new = sorted({name.rpartition(".")[0] for name in new_weights or ()})
     if new_weights is not None:
         new = decided_once(lambda: new)  # only ranks with the weights know the names
+    dtype, trained = narrow_dtype(), torch.promote_types(model.dtype, torch.float32)
+    with packed_experts.shown(model, dtype or torch.float32):
+        _inject(args, model, new)
+    packed_experts.dequantize_in_forward(model, dtype or torch.float32)
+    if is_deepspeed():
+        trained = model.dtype  # DeepSpeed keeps float32 master weights
+    module: Any
+    for module in model.modules():
+        for weight in module.parameters(recurse=False):
+            if weight.requires_grad:
+                weight.data = weight.data.to(trained)
+            elif dtype is not None and weight.ndim > 1 and weight.dtype == torch.float32:
+                weight.data = weight.data.to(dtype)
+        if isinstance(module, nn.Embedding) and module.weight.dtype == dtype and not is_fsdp():
+            module.forward = MethodType(_float32_rows, module)  # type: ignore[method-assign]  # on purpose
+    return model
+
+
+def _inject(args: argparse.Namespace, model: PreTrainedModel, new: list[str]) -> None:
+    """Adds peft's adapter to the model. new: names of layers that are trained in full. Raises UserError."""
+    from peft import LoraConfig  # here because the import takes a second
+
     modules, parameters = _targets(args, model, new)
-    if args.quantize and any(_is_of_experts(*one) for one in model.named_parameters()):
-        raise UserError(
-            f"--quantize {args.quantize}: the experts of this mixture are not linear layers and cannot be quantized; "
-            "remove --quantize"
-        )
     for flag in ("use_dora", "lora_dropout"):
         if parameters and getattr(args, flag):
             raise UserError(
@@ -98,19 +115,6 @@ def add_adapter(
     if (path := Path(args.model_name_or_path).expanduser()).is_dir():
         config.base_model_name_or_path = str(path.resolve())  # a relative path depends on the current directory
     config.target_modules = sorted(config.target_modules)  # the order of peft's set differs between processes
-    dtype, trained = narrow_dtype(), torch.promote_types(model.dtype, torch.float32)
-    if is_deepspeed():
-        trained = model.dtype  # DeepSpeed keeps float32 master weights
-    module: Any
-    for module in model.modules():
-        for weight in module.parameters(recurse=False):
-            if weight.requires_grad:
-                weight.data = weight.data.to(trained)
-            elif dtype is not None and weight.ndim > 1 and weight.dtype == torch.float32:
-                weight.data = weight.data.to(dtype)
-        if isinstance(module, nn.Embedding) and module.weight.dtype == dtype and not is_fsdp():
-            module.forward = MethodType(_float32_rows, module)  # type: ignore[method-assign]  # on purpose
-    return model
 
 
 def _float32_rows(self: nn.Embedding, *args: Any, **kwargs: Any) -> torch.Tensor:
@@ -123,7 +127,7 @@ def _targets(args: argparse.Namespace, model: PreTrainedModel, new: list[str]) -
     layers = {name: one for name, one in model.named_modules() if isinstance(one, (nn.Linear, Conv1D))}
     head = model.get_output_embeddings()
     linear = [name for name, one in layers.items() if one is not head and name not in new]
-    stacked = [name for name, weight in model.named_parameters() if _is_of_experts(name, weight)]
+    stacked = [name for name, weight in model.named_parameters() if is_of_experts(name, weight)]
     modules, parameters = linear, _endings(stacked, parts=2)
     if args.lora_targets:
         modules, parameters = [], []
@@ -151,12 +155,6 @@ def _most_rank(layer: Any) -> int:
     if isinstance(layer, nn.Linear):
         return min(layer.in_features, layer.out_features)
     return min(getattr(layer.weight, "ds_shape", layer.weight.shape))
-
-
-def _is_of_experts(name: str, weight: torch.Tensor) -> bool:
-    """Returns whether a parameter stacks the weights of all experts of a layer."""
-    shape = getattr(weight, "ds_shape", weight.shape)  # the full shape if ZeRO-3 has partitioned the weight
-    return len(shape) == 3 and ".experts." in f".{name}"
 
 
 def _endings(names: Any, parts: int = 1) -> list[str]:

@@ -110,19 +110,20 @@ class _Product(torch.autograd.Function):
         return gradient @ unpack(packed, ctx.shape, gradient.dtype), None, None, None
 
 
-def packed_modules(model: nn.Module) -> Iterator[tuple[str, Any]]:
-    """Yields name and module of each module with a packed weight."""
-    for name, module in model.named_modules():
+def packed_shapes(model: nn.Module) -> Iterator[torch.Size]:
+    """Yields the shape of each packed weight."""
+    for module in model.modules():
         if isinstance(module, PackedLinear):
-            yield name, module
+            yield module.shape
+        yield from vars(module).get("packed_shapes", {}).values()  # `models.packed_experts`
 
 
 def count_packed(model: nn.Module) -> int:
     """Returns the number of weights in 4 bits."""
-    return sum(module.shape.numel() for _, module in packed_modules(model))
+    return sum(shape.numel() for shape in packed_shapes(model))
 
 
 def count_all(model: nn.Module) -> int:
     """Returns the number of elements of all parameters; a packed weight counts as dequantised, not as its bytes."""
     sizes = (getattr(p, "ds_numel", p.numel()) for p in model.parameters())
-    return sum(sizes) + count_packed(model) - sum(num_bytes(module.shape) for _, module in packed_modules(model))
+    return sum(sizes) + sum(shape.numel() - num_bytes(shape) for shape in packed_shapes(model))

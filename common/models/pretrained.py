@@ -117,11 +117,13 @@ def _load(
     options = {**where, **options, "config": config, "trust_remote_code": trust_remote_code}
     try:
         empty = empty_model(copy.deepcopy(config), trust_remote_code, model_class)
+        reading = read_matrices_in(frozen_dtype)
         if "quantization_config" in options:
-            from common.models import quantization
+            from common.models import packed_experts, quantization
 
             options["quantization_config"].llm_int8_skip_modules = quantization.find_kept(empty)
-        with read_matrices_in(frozen_dtype), keep_untied(tied_weights.find_untied(where, empty)):
+            reading = packed_experts.quantized_on_load()
+        with reading, keep_untied(tied_weights.find_untied(where, empty)):
             model, loaded = model_class.from_pretrained(
                 **options, dtype=torch.get_default_dtype(), output_loading_info=True
             )

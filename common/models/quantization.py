@@ -12,6 +12,7 @@ from torch import nn
 
 from common.errors import raise_errors
 from common.internals.transformers_uncommon import float32_modules
+from common.models import packed_experts
 from common.models.packed import PackedLinear, pack
 from common.models.single_copy import main_builds_weights
 from common.packages import find_missing
@@ -97,3 +98,4 @@ def imagine(model: nn.Module) -> None:
     for name, module in list(model.named_modules()):
         if type(module) is nn.Linear and should_convert_module(name, kept):
             model.set_submodule(name, PackedLinear(module, narrow_dtype() or torch.float32))
+    packed_experts.imagine(model)

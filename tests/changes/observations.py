@@ -207,9 +207,9 @@ def save_packed(path):
         return whole.numel(), hashlib.sha256(whole.cpu().numpy().tobytes()).hexdigest()
 
     def save(_):
-        packed = {name: p for name, p in models[0].named_parameters() if name.endswith(("packed", "original"))}
+        packed = {name: p for name, p in models[0].named_parameters() if p.dtype == torch.uint8}
         local = {name: p.to_local() if isinstance(p, DTensor) else p for name, p in packed.items()}
-        record = {name: [p.dtype == torch.uint8, local[name].numel(), *digest(p)] for name, p in packed.items()}
+        record = {name: [local[name].numel(), *digest(p)] for name, p in packed.items()}
         Path(f"{path}-{RANK}.json").write_text(json.dumps(record))
 
     after(model_setup, "prepare", lambda prepared, *_: models.append(model_setup.without_wrapper(prepared[0])))

@@ -75,7 +75,7 @@ def merged(directory: Path, manifest: dict[str, Any], adapter: Path) -> Any:
     """
     from peft import PeftModel
 
-    from common.models import quantization
+    from common.models import packed_experts, quantization
 
     base = json.loads((adapter / ADAPTER_CONFIG).read_text())["base_model_name_or_path"]
     was = manifest["identity"]["base"]
@@ -95,6 +95,7 @@ def merged(directory: Path, manifest: dict[str, Any], adapter: Path) -> Any:
         model = model_class.from_pretrained(base, dtype=torch.float32, **options)
         if quantized:
             model = model.dequantize()
+            packed_experts.round_as_quantized(model)
     except Exception as error:  # errors of transformers and of the hub, depending on the missing part
         raise UserError(f"{directory}: its base {base} cannot be loaded ({one_line(error)})") from error
     return PeftModel.from_pretrained(model, adapter).merge_and_unload()

@@ -263,7 +263,7 @@ def _fsdp(parts: Parts, segment: str, shape: ModelSizes, mode: Mode, width: int)
     parts["weights"] = 0 if mode.weights_on == HOST else shard
     parts["gradients"] = 0 if mode.weights_on == HOST else gradients
     parts["optimizer state"] = 0 if mode.state_on == HOST else state
-    if n > 1 and segment.startswith(("forward", "backward", "evaluation")):
+    if (n > 1 or mode.weights_on == HOST) and segment.startswith(("forward", "backward", "evaluation")):
         parts["gathered layers"] = width * float(shape.outside) + 2 * shape.layer_bytes(width)
         if segment.startswith("backward"):
             # A full gradient in the compute dtype, and its float32 copy, the input of the reduce-scatter.

@@ -99,7 +99,9 @@ def _choice(module: nn.Module) -> str | None:
 
 
 def _num_elements(module: nn.Module) -> int:
-    return sum(getattr(p, "ds_numel", p.numel()) for p in module.parameters())
+    packed = vars(module).get("packed_shapes", {})  # of experts in 4 bits
+    sizes = {name: getattr(p, "ds_numel", p.numel()) for name, p in module.named_parameters()}
+    return sum((sizes | {name: shape.numel() for name, shape in packed.items()}).values())
 
 
 def count_active(layers: list[Layer], total: int) -> int:
