@@ -118,8 +118,10 @@ CASES = {
     "Adafactor on FSDP's shards": Case(
         "fsdp2", flags=("--optimizer", "adafactor"), refused="adafactor does not work on the shards of FSDP2; use adamw"
     ),
-    "8 bits on FSDP's shards": Case(
-        "fsdp2", flags=("--optimizer", "adamw8bit"), refused="adamw8bit does not work on the shards of FSDP2; use adamw"
+    "8 bits on a tensor group's parts": Case(
+        "tensor_parallel",
+        flags=("--optimizer", "adamw8bit"),
+        refused="adamw8bit does not work on parts of layers; use adamw",
     ),
     "8 bits on ZeRO's shards": Case(
         "zero2", flags=("--optimizer", "adamw8bit"), refused="adamw8bit works on whole tensors.*use adamw"

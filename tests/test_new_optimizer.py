@@ -65,7 +65,8 @@ def test_an_entry_that_needs_whole_tensors_trains_and_is_refused_on_shards(given
     assert len(read_metrics(tmp_path / "plain")) == 4
     result = launch(*given(tmp_path / "sharded"), config="fsdp2", script=script, check=False)
     assert_refused(
-        result, "--optimizer rmsprop does not work on the shards of FSDP2; use adamw, muon or sgd, or multi_gpu"
+        result,
+        "--optimizer rmsprop does not work on the shards of FSDP2; use adamw, adamw8bit, muon or sgd, or multi_gpu",
     )
     result = launch("--optim", "rmsprop_torch", script=script, check=False)
     assert_refused(result, "use --optimizer rmsprop$")
@@ -77,7 +78,7 @@ def test_an_entry_that_needs_whole_tensors_trains_and_is_refused_on_shards(given
         ("plain", 1, ["adamw8bit", "adafactor", "muon"]),
         ("DDP", 1, ["adamw8bit", "adafactor", "muon"]),
         ("DDP", 2, ["muon"]),
-        ("FSDP", 1, ["muon"]),
+        ("FSDP", 1, ["adamw8bit", "muon"]),
         ("DeepSpeed", 1, []),
     ],
 )

@@ -105,6 +105,6 @@ def _has_persistent_buffers(module: torch.nn.Module) -> bool:
 def _state_piece(name: str, value: torch.Tensor, part: Part) -> Piece:
     if part.state_key is not None and value.shape == part.state_key.shape:
         return Piece(name, part.select(value).detach(), part.start, part.shape, part.is_owner, part.columns)
-    # Factored or block-wise state: its parameter must be unsharded.
-    assert part.weight.shape == part.shape, f"{name} does not have the shape of its sharded parameter"
-    return Piece(name, value.detach(), 0, tuple(value.shape), part.is_owner)
+    from common.checkpoint.block_states import block_piece
+
+    return block_piece(name, value, part)

@@ -14,6 +14,7 @@ import torch
 from accelerate import Accelerator
 
 from common.checkpoint.agreement import Agreement
+from common.checkpoint.block_states import local_shape
 from common.checkpoint.differences import differences
 from common.checkpoint.format import DTYPES, FORMAT, MANIFEST
 from common.checkpoint.layouts import Layout
@@ -232,6 +233,7 @@ def create_state(layout: Layout, reader: Reader) -> None:
                 if shape == part.shape:
                     state[key] = torch.zeros_like(part.state_key, dtype=dtype, requires_grad=False)
                 else:
+                    shape = local_shape(key, shape, part)
                     state[key] = torch.zeros(shape, dtype=dtype, device=part.state_key.device)
             elif dtype := _scalar_dtype(key, part.name, keeper, reader.scalar_dtypes):
                 # The device on which torch expects a step. (ZeRO-3 has empty groups between steps, and its steps on the

@@ -83,5 +83,5 @@ def prepare(
         from common.training import optimizer_choice
 
         optimizer_choice.keep_objects(made, groups, state)
-        optimizer_choice.check_rate(optimizer)
+        optimizer_choice.check_prepared(optimizer)
     return prepared, optimizer

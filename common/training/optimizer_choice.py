@@ -57,6 +57,13 @@ def keep_objects(optimizer: Any, groups: list[dict[str, Any]], state: Any) -> No
         optimizer.state = state
 
 
+def check_prepared(optimizer: torch.optim.Optimizer) -> None:
+    """Checks the optimizer from `accelerator.prepare`. Raises UserError: see `check_rate`; or it rejects its shards."""
+    check_rate(optimizer)
+    if check_shards := getattr(inner_optimizer(optimizer), "check_shards", None):
+        check_shards()
+
+
 def check_rate(optimizer: torch.optim.Optimizer) -> None:
     """Checks that `set_learning_rate` reaches every trained group of the optimizer from `accelerator.prepare`.
 

@@ -165,6 +165,7 @@ OPTIMIZERS: dict[str, OptimizerInfo] = {
         _adamw_8bit,
         "AdamW with 8-bit states (bitsandbytes); embeddings keep 8 bytes; slow on CPU",
         state_bytes=2.03,  # two bytes, plus constants per block of elements
+        works_on=("shards",),
         uses_adamw_rate=True,
         aliases=("adamw_8bit", "adamw_bnb_8bit", "paged_adamw_8bit"),
     ),

@@ -114,6 +114,26 @@ def save_copies(path):
     after(tensor, "cut_model", save_them)
 
 
+def save_steps(path):
+    """Writes, by name, the full weights before the first step, and the full gradients and settings of each step."""
+    steps, models = [], []
+    after(model_setup, "prepare", lambda prepared, *_: models.append(model_setup.without_wrapper(prepared[0])))
+
+    def full(tensor):
+        return tensor.detach().full_tensor() if isinstance(tensor, DTensor) else tensor.detach().clone()
+
+    def save(optimizer):
+        named = dict(models[0].named_parameters())
+        decays = {id(p): group["weight_decay"] for group in optimizer.param_groups for p in group["params"]}
+        step = {"rate": optimizer.param_groups[0]["lr"], "gradients": {name: full(p.grad) for name, p in named.items()}}
+        step |= {"decays": {name: decays[id(p)] for name, p in named.items()}}
+        steps.append(step | ({} if steps else {"weights": {name: full(p) for name, p in named.items()}}))
+        if RANK == 0:
+            torch.save(steps, path)
+
+    before_step(save)
+
+
 def hash_weights(path):
     """Each rank writes a hash of the weights that it holds at the end of each update, by name."""
 
