@@ -10,6 +10,7 @@ from torch.distributed.tensor import DTensor
 
 from common.errors import UserError
 
+SMALLEST = 4096  # elements of a parameter with 8-bit states; bitsandbytes' default
 BLOCK = 256  # consecutive elements of a parameter with the same scale of their 8-bit states, in bitsandbytes
 
 
@@ -23,7 +24,7 @@ def adamw_8bit(
         raise UserError(f"--optimizer adamw8bit needs bitsandbytes ({error}): pip install bitsandbytes") from error
     from common.internals.bitsandbytes import use_own_manager
 
-    optimizer = _sharded_class()(groups, lr=learning_rate, betas=betas)
+    optimizer = _sharded_class()(groups, lr=learning_rate, betas=betas, min_8bit_size=SMALLEST)
     optimizer.model = model
     use_own_manager(optimizer)
     for module in model.modules():
@@ -50,7 +51,7 @@ def _sharded_class() -> Any:
             """Raises UserError, on all ranks, if a block of a parameter is in several shards."""
             in_32_bits = {id(getattr(module, name)) for module, name, _ in self.mng.module_weight_config_triple}
             for name, p in self.model.named_parameters():
-                is_8_bit = p.requires_grad and id(p) not in in_32_bits and p.numel() >= self.args.min_8bit_size
+                is_8_bit = p.requires_grad and id(p) not in in_32_bits and p.numel() >= SMALLEST
                 if not is_8_bit or not isinstance(p, DTensor):
                     continue
                 shards = p.device_mesh.size(-1)
@@ -74,7 +75,8 @@ def _sharded_class() -> Any:
                 super().update_step(group, p, gindex, pindex)
                 return
             state, shard = self.state[p], p.to_local().detach()
-            shard.grad = p.grad.to_local()
+            gradient: Any = p.grad
+            shard.grad = gradient.to_local()
             self.state[shard] = {
                 key: value.to_local() if isinstance(value, DTensor) else value for key, value in state.items()
             }
