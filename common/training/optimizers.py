@@ -170,10 +170,7 @@ OPTIMIZERS: dict[str, OptimizerInfo] = {
         aliases=("adamw_8bit", "adamw_bnb_8bit", "paged_adamw_8bit"),
     ),
     "adafactor": OptimizerInfo(
-        _adafactor,
-        "row and column averages instead of the full states; uses AdamW's learning rate",
-        state_bytes=0.01,
-        uses_adamw_rate=True,
+        _adafactor, "row and column averages; uses AdamW's learning rate", state_bytes=0.01, uses_adamw_rate=True
     ),
     "muon": OptimizerInfo(
         _muon, "Muon for hidden matrices, AdamW (8 bytes) for others", 4, ("shards", "parts"), uses_adamw_rate=True
