@@ -227,6 +227,7 @@ def test_models_that_are_none_say_where_one_is(misfit_models, tmp_path):
 
 COLUMN_FLAGS = {
     ("classify", "label_column"): "--text_column, --pair_column, --label_column",
+    ("embed", "positive_column"): "--anchor_column, --positive_column, --negative_columns, --score_column",
     ("long_sequence", "text_column"): "--text_column",
     ("seq2seq", "target_column"): "--source_column, --target_column",
 }

@@ -28,6 +28,8 @@ from common.tasks.embed import contrast, encoder, replay
 from common.tasks.embed.pairs import Columns, choose_columns, collate_texts, split_function, tokenize_pairs
 from common.tasks.embed.retrieval import spearman
 from recipes import embed
+from tools.checkpoint.export import export
+from tools.checkpoint.push import find_files
 
 SIZES = {"vocab_size": 384, "hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2}
 SIZES |= {"num_attention_heads": 4, "max_position_embeddings": 512}
@@ -264,6 +266,7 @@ CUTS = {
     "three": ("bert", 1, ["--micro_batch_tokens", 512, *ALL], {}),
     "many": ("bert", 1, ["--micro_batch_size", 3, *ALL], {}),
     "two": ("bert", 2, ["--micro_batch_tokens", 256, *ALL], {}),
+    "fsdp2": ("bert", ("fsdp2", 2), ["--micro_batch_tokens", 256, *ALL], {}),
     "alone": ("bert", 2, ["--micro_batch_tokens", 256, *ALL], {"own_texts": 1}),
     "lora": ("llama", 1, ["--micro_batch_tokens", 4096, *LORA], {}),
     "lora two": ("llama", 2, ["--micro_batch_tokens", 256, *LORA], {}),
@@ -288,11 +291,11 @@ def cuts(files, models, tmp_path_factory):
 
 def test_every_cut_makes_the_same_update(cuts):
     """Control: ranks that contrast their own texts only."""
-    assert_same_update(cuts, "one", "three", "many", "two")
+    assert_same_update(cuts, "one", "three", "many", "two", "fsdp2")
     assert_same_update(cuts, "lora", "lora two")
     assert_same_update(cuts, "scores", "scores two")
     assert relative_difference(cuts["alone"][0], cuts["one"][0]) > 1e-2
-    for first, *others in (("one", "three", "many", "two"), ("lora", "lora two"), ("scores", "scores two")):
+    for first, *others in (("one", "three", "many", "two", "fsdp2"), ("lora", "lora two"), ("scores", "scores two")):
         expected = results_of(cuts[first][2])
         names = ("spearman",) if first == "scores" else ("recall_at_1", "recall_at_10", "mrr_at_10")
         for name in ("validation_loss", *names):
@@ -302,8 +305,8 @@ def test_every_cut_makes_the_same_update(cuts):
     assert "mrr_at_10/16" in results_of(cuts["one"][2])
 
 
-def held_out_figures(rows, vectors_of, size):
-    """Loss in global batches of `size` pairs, and retrieval, of vectors by kind of text; temperature 0.05."""
+def held_out_figures(rows, vectors_of, size, temperature):
+    """Loss in global batches of `size` pairs, and retrieval, of vectors by kind of text."""
     anchors, positives = (
         vectors_of([row["anchor"] for row in rows], 0),
         vectors_of([row["positive"] for row in rows], 1),
@@ -312,7 +315,7 @@ def held_out_figures(rows, vectors_of, size):
     loss = 0.0
     for start in range(0, len(rows), size):
         part = slice(start, start + size)
-        logits = anchors[part] @ torch.cat([positives[part], *negatives[part]]).T / 0.05
+        logits = anchors[part] @ torch.cat([positives[part], *negatives[part]]).T / temperature
         loss += torch.nn.functional.cross_entropy(logits, torch.arange(len(logits)), reduction="sum").item()
     similarity = anchors @ torch.cat([positives, *negatives]).T
     ranks = (similarity >= similarity.diagonal()[:, None]).sum(1).float()
@@ -320,7 +323,11 @@ def held_out_figures(rows, vectors_of, size):
 
 
 PROMPTS = ("query: ", "text: ")
-EXPORTED = {"bert": [], "llama": ["--pooling", "last"], "dot": ["--no-normalize", "--pooling", "cls"]}
+EXPORTED = {
+    "bert": ["--learn_temperature"],
+    "llama": ["--pooling", "last"],
+    "dot": ["--no-normalize", "--pooling", "cls"],
+}
 
 
 @pytest.fixture(scope="module")
@@ -353,7 +360,8 @@ def test_held_out_figures_are_those_of_the_saved_model(name, exported):
     directory, rows = exported
     figures = [results_of(directory / name)[key] for key in ("validation_loss", "recall_at_1", "mrr_at_10")]
     most = 1 if name == "dot" else 3  # dot products of a model that is hardly trained are nearly equal
-    expected = held_out_figures(rows, partial(by_transformers, directory / name), 4)
+    temperature = results_of(directory / name).get("temperature", 0.05)
+    expected = held_out_figures(rows, partial(by_transformers, directory / name), 4, temperature)
     assert figures[:most] == pytest.approx(expected[:most], rel=1e-4)
     model = directory / name / "model"
     settings = json.loads((model / "config_sentence_transformers.json").read_text())
@@ -365,6 +373,16 @@ def test_held_out_figures_are_those_of_the_saved_model(name, exported):
     chosen = [key for key, value in pooling.items() if value is True and key != "include_prompt"]
     assert chosen == [encoder.POOLING_KEYS[{"bert": "mean", "llama": "last", "dot": "cls"}[name]]]
     assert json.loads((model / "sentence_bert_config.json").read_text())["max_seq_length"] == 64
+
+
+def test_an_exported_checkpoint_and_an_upload_have_all_files(exported):
+    """A learned temperature is no weight of the model."""
+    directory, _ = exported
+    export(directory / "bert/checkpoints/update-000003", directory / "again")
+    files, others = find_files(directory / "bert/model")
+    assert {"1_Pooling/config.json", "2_Normalize/config.json", "modules.json"} < set(files) and not others
+    for name in set(files) - {"README.md"}:
+        assert (directory / "again" / name).read_bytes() == (directory / "bert/model" / name).read_bytes(), name
 
 
 def test_sentence_transformers_gives_the_vectors_that_were_trained(exported):

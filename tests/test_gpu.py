@@ -23,6 +23,7 @@ OTHERS = {
     "classify": [],
     "vision": ["--model_config", "resnet"],
     "seq2seq": ["--generate", 4],
+    "embed": ["--symmetric"],
     "long_sequence": ["--sequence_length", 4096],
     "moe": [],
 }

@@ -10,6 +10,7 @@ MODELS = {
     "lm": {"lm": [], "lm-selective": ["--activation_checkpointing", "selective"]},
     "classify": {"classify": [], "classify-full": ["--activation_checkpointing", "full"]},
     "seq2seq": {"seq2seq": ["--generate", 0]},
+    "embed": {"embed": ["--learn_temperature"]},
     "moe": {"moe": [], "moe-exact": ["--balance", "exact"], "moe-usual": ["--balance", "usual"]},
     "vision": {"vision": [], "vision-resnet": ["--model_config", "resnet"], "vision-vit": ["--model_config", "vit"]},
     "long_sequence": {
@@ -31,6 +32,7 @@ def files(tmp_path_factory):
         "lm": [*texts, *short, "--shape", "examples"],
         "classify": [*texts, *short, "--micro_batch_size", 2],
         "seq2seq": [*texts, *short, "--micro_batch_size", 2],
+        "embed": [*texts, *short, "--micro_batch_size", 2],
         "moe": [*texts, *short],
         "vision": ["--micro_batch_size", 2],
         "long_sequence": [*texts, *short, "--hidden_size", 16],

@@ -106,8 +106,8 @@ class Checkpoints:
         if self.ranks.rank == 0:
             with tempfile.TemporaryDirectory() as directory:
                 save_pretrained(pretrained, directory)
-                paths = sorted(path for path in Path(directory).iterdir() if path.is_file())
-                self.writer.model_files = {path.name: path.read_bytes() for path in paths}
+                paths = sorted(path for path in Path(directory).rglob("*") if path.is_file())
+                self.writer.model_files = {path.relative_to(directory).as_posix(): path.read_bytes() for path in paths}
 
         def lock() -> None:
             lock_output_dir(self.ranks.output_dir)

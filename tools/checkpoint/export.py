@@ -2,6 +2,7 @@
 
 import logging
 import os
+import re
 import shutil
 import warnings
 from collections.abc import Callable, Iterator
@@ -23,6 +24,8 @@ from common.models.saved_model import ADAPTER_CONFIG
 from tools.checkpoint.adapter import class_of, is_adapter, write_adapter
 
 # Suffixes of the files in model/ that are exported: settings and tokenizer formats, never code or pickles.
+NAME = re.compile(r"([0-9]_\w+/)?[^/]+")  # sentence-transformers' modules have folders, such as 1_Pooling
+OF_LOSS = {"log_temperature"}  # weights that embed.py trains next to the model
 EXPORTED = (".json", ".jinja", ".txt", ".model", ".spm", ".bpe", ".codes", ".tiktoken")
 
 
@@ -48,16 +51,18 @@ def export(directory: Path, target: Path, dtype: str | None = None, merge: bool 
     weights = {
         name.partition("/")[2]: reader.read(name) for name in reader.tensors if name.startswith(("weight/", "buffer/"))
     }
+    weights = {name: weight for name, weight in weights.items() if name not in OF_LOSS}
     with _quietly():
         write = _writer(directory, manifest, weights, dtype, merge)
     # Only files that the manifest lists, and no code.
     files = [name.removeprefix("model/") for name in manifest["files"] if name.startswith("model/")]
-    files = [name for name in files if "/" not in name and name.endswith(EXPORTED) and ".index." not in name]
+    files = [name for name in files if NAME.fullmatch(name) and name.endswith(EXPORTED) and ".index." not in name]
     with complete_or_absent(target, "export again") as unfinished:
         with _quietly():
             write(unfinished)
         for name in files:
             if name not in ("config.json", ADAPTER_CONFIG):
+                (unfinished / name).parent.mkdir(exist_ok=True)
                 shutil.copyfile(own_file(directory, f"model/{name}"), unfinished / name)
 
 

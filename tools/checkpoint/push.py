@@ -16,6 +16,7 @@ from common.report.records import read_run
 # The files of a model besides its weights: as the recipes, transformers and peft write them.
 CONFIGS = "config generation_config tokenizer tokenizer_config special_tokens_map added_tokens vocab chat_template"
 CONFIGS += " preprocessor_config processor_config video_preprocessor_config adapter_config"
+CONFIGS += " modules sentence_bert_config config_sentence_transformers [0-9]_(?:Pooling|Normalize)/config"
 NAMES = rf"(?:{'|'.join(CONFIGS.split())})\.json|(?:tokenizer|spiece|sentencepiece\.bpe)\.model|(?:vocab|merges)\.txt"
 KINDS = re.compile(NAMES + r"|chat_template\.jinja|additional_chat_templates/[\w-]+\.jinja|README\.md")
 # Fixes for errors of the hub, by HTTP status.

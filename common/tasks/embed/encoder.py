@@ -127,15 +127,12 @@ def build_encoder(args: Arguments, config: PreTrainedConfig) -> PreTrainedModel:
                 f"--model_name_or_path {path}: its files have no {shorten(missing)}, which would start at random; "
                 "use a model whose files are complete"
             )
-    if getattr(model, "pooler", None) is not None:
-        # Vectors are pooled from the last hidden states: weights of the model's own pooler would have no gradient.
-        model.pooler = nn.Identity()
     model = with_adapter(args, model)
     if args.learn_temperature:
         from common.internals.transformers_uncommon import leave_out_of_files
 
-        start = torch.tensor([args.temperature], dtype=torch.promote_types(model.dtype, torch.float32)).log()
-        model.log_temperature = nn.Parameter(start.to(next(model.parameters()).device))
+        first = next(p for p in model.parameters() if p.requires_grad)
+        model.log_temperature = nn.Parameter(first.new_tensor([args.temperature]).log())
         leave_out_of_files(model, {"log_temperature"})
     _add_pooling(model, args.pooling)
     return model
@@ -150,7 +147,10 @@ def _add_pooling(model: PreTrainedModel, pooling: str) -> None:
     def forward(self: Any, *args: Any, lengths: Tensor | None = None, **kwargs: Any) -> Any:
         if lengths is None:
             return original(self, *args, **kwargs)
-        vectors = pool(original(self, *args, **no_cache, **kwargs)[0], lengths, pooling)
+        output = original(self, *args, **no_cache, **kwargs)
+        vectors = pool(output[0], lengths, pooling)
+        if (unused := getattr(output, "pooler_output", None)) is not None:
+            vectors = vectors + (unused * 0).sum()  # gives the weights of the model's own pooler a gradient, of zero
         scale = getattr(self, "log_temperature", None)
         return vectors, None if scale is None else scale.to(vectors.dtype) * 1  # not the parameter itself, for FSDP2
 
@@ -205,7 +205,7 @@ class SentenceFiles:
             "1_Pooling/config.json": pooling,
             "config_sentence_transformers.json": settings,
         }
-        for folder, _ in modules:
-            (path / folder).mkdir(exist_ok=True)
+        files |= {"2_Normalize/config.json": {}} if args.normalize else {}
         for name, content in files.items():
+            (path / name).parent.mkdir(exist_ok=True)
             (path / name).write_text(json.dumps(content, indent=2) + "\n")

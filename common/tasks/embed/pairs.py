@@ -142,7 +142,7 @@ def _score_of(row: Row, column: str) -> float:
     value = row.values.get(column)
     try:
         score = math.nan if isinstance(value, bool) else float(value)  # type: ignore[arg-type]  # None raises
-    except (TypeError, ValueError):
+    except (TypeError, ValueError, OverflowError):
         score = math.nan
     if not math.isfinite(score):
         raise UserError(f"{row.where}: column {column} is {value!r}, not a finite number; fix or remove the row")
