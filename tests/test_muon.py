@@ -114,9 +114,10 @@ def run_all(runs, directory, config, processes):
 
 @pytest.fixture(scope="module")
 def reference(functions_file, model_dir, tmp_path_factory):
-    """Runs of one process: lm.py's, and moe.py's from scratch."""
+    """Runs of one process: lm.py's, also of an adapter, and moe.py's from scratch."""
     directory = tmp_path_factory.mktemp("reference")
     runs = [(flags(functions_file, model_dir, directory / "lm"), {})]
+    runs.append((flags(functions_file, model_dir, directory / "adapter", "--lora_rank", 4), {}))
     runs.append((moe_flags(functions_file, directory / "moe"), {}, "moe"))
     run_all(runs, directory, "cpu", 1)
     return directory
@@ -142,6 +143,7 @@ def test_every_mode_makes_the_update_of_one_process(config, reference, functions
         runs.append(([*given[name], "--resume"], changes, recipe))
     if config == "fsdp2":
         runs.append((given["parts"], {"own_matrices": 1}))
+        runs.append((flags(functions_file, model_dir, tmp_path / "adapter", "--lora_rank", 4), {}))
         runs.append((moe_flags(functions_file, tmp_path / "moe"), {}, "moe"))
     run_all(runs, tmp_path, config, MODES[config])
     assert_is_the_run_of(reference / "lm", tmp_path / "run")
@@ -151,6 +153,8 @@ def test_every_mode_makes_the_update_of_one_process(config, reference, functions
     if config in ("multi_cpu", "hsdp"):
         assert hashes[0] == hashes[MODES[config] // 2]
     if config == "fsdp2":
+        losses = [[line["loss"] for line in read_metrics(path / "adapter")] for path in (tmp_path, reference)]
+        assert losses[0] == pytest.approx(losses[1], rel=1e-6)
         assert_is_the_run_of(reference / "moe", tmp_path / "moe")
         (_, weights), (_, others) = (losses_and_weights(path) for path in (reference / "lm", tmp_path / "parts"))
         name = "model.layers.0.mlp.up_proj.weight"  # control: the orthogonal matrices of shards are other ones

@@ -145,8 +145,9 @@ def recipes_of(config):
         return {"pipeline": RECIPES["pipeline"]}
     if config not in EACH_WAY:
         return {name: RECIPES[name] for name in SOME} | {"lm-lora": ADAPTERS["lm-lora"]}
-    quantized = {} if config.startswith("zero") else QUANTIZED
-    return {name: own for name, own in RECIPES.items() if name != "pipeline"} | ADAPTERS | quantized
+    more = {} if config.startswith("zero") else QUANTIZED
+    more = more | ({"lm-muon": [*RECIPES["lm"], "--optimizer", "muon"]} if config == "fsdp2" else {})
+    return {name: own for name, own in RECIPES.items() if name != "pipeline"} | ADAPTERS | more
 
 
 def run_matrix(config, recipes, data, tmp_path, first=None, second=None):
