@@ -38,7 +38,7 @@ def place(functions_file, tmp_path_factory):
 def flags(place, out, base="base", *more):
     given = ["--train_file", place / "rows.jsonl", "--model_name_or_path", place / base, "--sequence_length", 32]
     given += ["--global_batch_size", 8, "--micro_batch_size", 2, "--num_updates", 3, "--learning_rate", 1e-3]
-    given += ["--save_every", 3]
+    given += ["--save_every", 1, "--keep_last", 9]
     return [*given, "--lora_rank", 4, "--output_dir", out, *more]
 
 
@@ -91,6 +91,22 @@ def test_a_base_in_4_bits_is_the_base_of_its_dequantized_weights(place, one_proc
     )
     assert quantized == rounded
     assert abs(cast[0][0] - rounded[0][0]) > 1e-3
+
+
+def test_a_checkpoint_of_two_ranks_goes_on_in_one_process(place, tmp_path):
+    """tests/test_resume.py resumes on two. Control: without the checkpoint's optimizer state it ends elsewhere."""
+    expected = train(place, tmp_path, "fsdp2", ("--mixed_precision", "no"))
+    whole, far = load_file(tmp_path / "run/model/adapter_model.safetensors"), {}
+    runs = []
+    for name, forgotten in (("resumed", {}), ("control", {"forget": "optimizer"})):
+        changes = {"copy_run": [str(tmp_path / "run"), str(tmp_path / name), 2], **forgotten}
+        runs.append((flags(place, tmp_path / name, "base", *QUANTIZED, "--resume"), changes))
+    run_specs("lm", runs, tmp_path, "cpu", "--mixed_precision", "no")
+    for name in ("resumed", "control"):
+        end = load_file(tmp_path / name / "model/adapter_model.safetensors")
+        far[name] = max((end[key] - weight).abs().max() for key, weight in whole.items())
+    assert far["resumed"] < 1e-5 < far["control"]
+    assert [line["loss"] for line in read_metrics(tmp_path / "resumed")] == pytest.approx([one for one, _ in expected])
 
 
 @pytest.fixture(scope="module")

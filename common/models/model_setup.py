@@ -50,7 +50,6 @@ def write_model(
     weights, bare = whole_weights(accelerator, model), without_wrapper(model)
     if not accelerator.is_main_process:
         return None
-    vars(bare).pop("hf_quantizer", None)  # the quantizer of a 4-bit base would save its own weights instead
     if dtype is not None:
         from common.models import export_dtype
 
