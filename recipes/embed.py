@@ -49,8 +49,7 @@ def parse_arguments():
     group.add_argument("--model_config", **arguments.one_of(MODEL_CONFIGS, "model from scratch (default: tiny)"))
     group.add_argument("--anchor_column", help="column with the anchor (default: anchor, query, question or sentence1)")
     group.add_argument("--positive_column", help="column with the positive (default: positive, passage, answer, ...)")
-    about = "columns with a negative or a list of them (default: negative, and negative_1, negative_2, ...)"
-    group.add_argument("--negative_columns", nargs="+", metavar="NAME", help=about)
+    group.add_argument("--negative_columns", nargs="+", metavar="NAME", help="columns with negatives, texts or lists")
     group.add_argument("--score_column", help="column with a number, higher for more similar texts (default: score)")
     group.add_argument("--prompt_anchor", default="", help="text before each anchor, such as 'query: '")
     group.add_argument("--prompt_positive", default="", help="text before each positive and negative")
@@ -136,6 +135,7 @@ def main():
     collate = partial(pairs.collate_texts, pad_token_id=tokenizer.pad_token_id, inputs=find_inputs(model))
     task, files = encoder.describe_task(args), encoder.SentenceFiles(args, config)
     model, optimizer = run.prepare(model, optimizer, collate, train_set, held_out, **task)
+    encoder.check_padding(run, model, predict, collate, train_set)
     with run.training(config, tokenizer, files) as batches:
         train(args, run, model, optimizer, batches)
     results = run.end_training()

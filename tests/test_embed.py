@@ -23,6 +23,7 @@ from conftest import (
 )
 from transformers import AutoModel, AutoTokenizer, BertConfig, LlamaConfig
 
+from common.data.source_types import Source
 from common.errors import UserError
 from common.tasks.embed import contrast, encoder, replay
 from common.tasks.embed.pairs import Columns, choose_columns, collate_texts, split_function, tokenize_pairs
@@ -209,6 +210,26 @@ def test_the_loss_of_scores_is_the_formula():
     assert contrast.global_loss(vectors, same, 5, None, options(loss="cosent")).abs() < 1e-12
 
 
+def test_the_losses_are_those_of_sentence_transformers():
+    """Of texts that all differ: it has no mask of equal texts."""
+    losses = pytest.importorskip(
+        "sentence_transformers.sentence_transformer.losses", reason="needs sentence-transformers"
+    )
+    vectors, scores = torch.randn(15, 6, dtype=torch.float64), torch.linspace(0, 1, 5, dtype=torch.float64)
+    facts = torch.stack([torch.arange(15.0), torch.cat([scores, torch.zeros(10)])], 1)
+    parts, model = list(vectors.split(5)), torch.nn.Identity()
+    found = [
+        contrast.global_loss(vectors[:rows], facts[:rows], 5, None, options(**more)) / 5
+        for rows, more in ((15, {}), (10, {"symmetric": True}), (10, {"loss": "cosent"}))
+    ]
+    expected = [
+        losses.MultipleNegativesRankingLoss(model, scale=5.0).compute_loss_from_embeddings(parts, None),
+        losses.MultipleNegativesSymmetricRankingLoss(model, scale=5.0).compute_loss_from_embeddings(parts[:2], None),
+        losses.CoSENTLoss(model, scale=5.0).compute_loss_from_embeddings(parts[:2], scores),
+    ]
+    assert [one.item() for one in found] == pytest.approx([one.item() for one in expected], rel=1e-9)
+
+
 def test_pooling_ignores_padding_and_the_temperature_has_a_lower_limit():
     hidden, lengths = torch.arange(12.0).view(2, 3, 2), torch.tensor([3, 2])
     assert encoder.pool(hidden, lengths, "mean").tolist() == [[2, 3], [7, 8]]
@@ -255,6 +276,20 @@ def test_dropout_is_the_same_in_both_passes(files, models, tmp_path, monkeypatch
     assert relative_difference(found, [p.grad for p in model.parameters()]) < 1e-12
     monkeypatch.setattr(replay, "_set_rng_states", lambda *_: None)
     assert relative_difference(gradients(), found) > 1e-3
+
+
+def test_a_model_whose_vectors_depend_on_padding_is_refused(files, models, cache):
+    """BERT without its mask."""
+    args = options(model_name_or_path=str(models / "bert"), trust_remote_code=False, pooling="mean")
+    args.shared, args.learn_temperature = (lambda name: None), False
+    model = encoder.build_encoder(args, encoder.load_config(args.model_name_or_path, False, AutoModel))
+    tokenizer, source = AutoTokenizer.from_pretrained(models / "bert"), Source(files=(str(files["pairs"][0]),))
+    pairs = tokenize_pairs(source, Columns("anchor", "positive"), tokenizer, 96, cache_dir=cache)
+    run = SimpleNamespace(device=torch.device("cpu"), accelerator=SimpleNamespace(mixed_precision="no"))
+    check = partial(encoder.check_padding, run, model, embed.predict)
+    check(partial(collate_texts, pad_token_id=0, inputs=("attention_mask",)), pairs)
+    with pytest.raises(UserError, match="bert: padding on the right changes this model's vectors"):
+        check(partial(collate_texts, pad_token_id=0, inputs=()), pairs)
 
 
 # --- runs

@@ -7,7 +7,9 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
+from accelerate.utils import send_to_device
 from tokenizers.processors import TemplateProcessing
 from torch import Tensor, nn
 from transformers import (
@@ -25,8 +27,12 @@ from common.data.tokenizer import load_tokenizer, train_tokenizer
 from common.errors import UserError, raise_errors, shorten
 from common.models.adapters import base_options, with_adapter
 from common.models.load import build_model, check_model, load_config
+from common.models.model_setup import without_wrapper
+from common.process import this_process
 from common.tasks.embed.contrast import LOWEST_TEMPERATURE
-from common.tasks.embed.pairs import FLAGS, Columns
+from common.tasks.embed.pairs import FLAGS, Columns, Pairs
+from common.tasks.embed.replay import Predict
+from common.training.batching import Collate
 from common.training.recipe_traits import Arguments
 
 SHAPE = ("num_hidden_layers", "hidden_size", "num_attention_heads", "intermediate_size")
@@ -167,6 +173,26 @@ def pool(hidden: Tensor, lengths: Tensor, pooling: str) -> Tensor:
         return hidden[torch.arange(len(hidden), device=hidden.device), lengths - 1].to(dtype)
     is_token = torch.arange(hidden.shape[1], device=hidden.device) < lengths[:, None]
     return hidden.masked_fill(~is_token[..., None], 0).sum(1, dtype=dtype) / lengths[:, None]
+
+
+@torch.no_grad()
+def check_padding(run: Any, model: nn.Module, predict: Predict, collate: Collate, samples: Pairs) -> None:
+    """Checks that a short text has the same vector alone and padded; call it on all ranks, after `prepare`.
+
+    Raises UserError: the vectors differ, so an update would depend on the split of its global batch.
+    """
+    if this_process().has_fake_weights:
+        return
+    lengths = samples.lengths(np.arange(min(len(samples), 10_000)))
+    short, long = samples[int(lengths.argmin())], samples[int(lengths.argmax())]
+    model.eval()
+    batches = (send_to_device(collate(texts), run.device) for texts in ([short], [short, long]))
+    alone, padded = (predict(model, batch)[0][:1] for batch in batches)
+    model.train()
+    allowed = 1e-3 if run.accelerator.mixed_precision == "no" else 0.1
+    if not (alone - padded).abs().max() <= allowed * alone.abs().max() + 1e-6:  # NaN differs too
+        name = without_wrapper(model).config.model_type
+        raise UserError(f"{name}: padding on the right changes this model's vectors; use a different model")
 
 
 def describe_task(args: Arguments) -> dict[str, str]:
