@@ -7,9 +7,19 @@ import torch
 from bitsandbytes.functional import dequantize_4bit, quantize_4bit
 from conftest import make_model_dir, read_metrics, run_specs, write_rows
 from safetensors.torch import load_file
-from transformers import AutoModelForCausalLM, AutoTokenizer, BitsAndBytesConfig, MixtralConfig, MixtralForCausalLM
+from transformers import (
+    AutoModelForCausalLM,
+    AutoTokenizer,
+    BitsAndBytesConfig,
+    GPT2Config,
+    GPT2LMHeadModel,
+    LlamaConfig,
+    LlamaForCausalLM,
+    MixtralConfig,
+    MixtralForCausalLM,
+)
 
-from common.models.adapters import build_base
+from common.models.adapters import build_base, build_meta_base, count_parameters
 from common.models.load import load_config
 from common.training.recipe_traits import Arguments
 from tools.checkpoint.export import export
@@ -154,6 +164,28 @@ def test_experts_are_quantized_too(mixture, tmp_path):
     assert all((base[name] - merged[0][name]).abs().max() > 1e-2 for name in base if ".experts." in name)
 
 
+def base_arguments(path, quantize="nf4"):
+    given = {"lora_rank": 4, "lora_alpha": None, "lora_targets": [], "lora_dropout": 0.0, "use_dora": False}
+    given |= {"use_rslora": False, "quantize": quantize, "model_name_or_path": str(path)}
+    return Arguments(frozenset(given), **given, trust_remote_code=False)
+
+
+@pytest.mark.parametrize("name", ["base", "mixture", "gpt2", "tied"])
+def test_a_base_without_weights_has_the_packed_weights_of_one_with(name, mixture):
+    """Other ranks and plans have it: names, shapes and types. GPT-2's layers are no nn.Linear."""
+    if name == "gpt2":
+        GPT2LMHeadModel(GPT2Config(vocab_size=384, n_embd=32, n_layer=1, n_head=4)).save_pretrained(mixture / name)
+    if name == "tied":
+        config = LlamaConfig.from_pretrained(mixture / "base", tie_word_embeddings=True)
+        LlamaForCausalLM(config).save_pretrained(mixture / name)
+    args, config = base_arguments(mixture / name), load_config(mixture / name)
+    full, empty = build_base(args, config), build_meta_base(args, config, AutoModelForCausalLM)
+    described = [{key: (p.shape, p.dtype) for key, p in model.named_parameters()} for model in (full, empty)]
+    assert described[0] == described[1]
+    assert any(dtype == torch.uint8 for _, dtype in described[0].values())
+    assert count_parameters(full) == count_parameters(empty)
+
+
 def test_no_dequantized_experts_are_kept_for_the_backward_pass(mixture):
     """They are recomputed. Control: those of a base in float32 are kept."""
     ids, kept = torch.arange(20).view(2, 10), []
@@ -164,10 +196,7 @@ def test_no_dequantized_experts_are_kept_for_the_backward_pass(mixture):
 
     counts = {}
     for quantize in ("nf4", None):
-        args = {"lora_rank": 4, "lora_alpha": None, "lora_targets": [], "lora_dropout": 0.0, "use_dora": False}
-        args |= {"use_rslora": False, "quantize": quantize, "model_name_or_path": str(mixture / "mixture")}
-        args = Arguments(frozenset(args), **args, trust_remote_code=False)
-        model = build_base(args, load_config(mixture / "mixture"))
+        model = build_base(base_arguments(mixture / "mixture", quantize), load_config(mixture / "mixture"))
         kept.clear()
         with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
             loss = model.train()(ids, labels=ids).loss

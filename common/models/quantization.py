@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 from torch import nn
+from transformers.pytorch_utils import Conv1D
 
 from common.errors import raise_errors
 from common.internals.transformers_uncommon import float32_modules
@@ -96,6 +97,10 @@ def imagine(model: nn.Module) -> None:
 
     kept = [*find_kept(model), *float32_modules(model)]
     for name, module in list(model.named_modules()):
-        if type(module) is nn.Linear and should_convert_module(name, kept):
-            model.set_submodule(name, PackedLinear(module, narrow_dtype() or torch.float32))
+        linear: Any = module
+        if isinstance(module, Conv1D):  # GPT-2's layers
+            linear = nn.Linear(module.nx, module.nf, device="meta").train(module.training)
+            linear.bias = module.bias
+        if type(linear) is nn.Linear and should_convert_module(name, kept):
+            model.set_submodule(name, PackedLinear(linear, narrow_dtype() or torch.float32))
     packed_experts.imagine(model)
