@@ -52,9 +52,9 @@ def flags(place, out, base="base", *more):
     return [*given, "--lora_rank", 4, "--output_dir", out, *more]
 
 
-def train(place, directory, config, precision, changes=None, base="base", recipe="lm"):
-    """Losses and gradient norms of a run; its base is in 4 bits, but `dequantized` ones."""
-    more = [] if base.startswith("dequantized") else QUANTIZED
+def train(place, directory, config, precision, changes=None, base="base", recipe="lm", own=()):
+    """Losses and gradient norms of a run; its base is in 4 bits, but `dequantized` ones. own: further flags."""
+    more = [*own, *([] if base.startswith("dequantized") else QUANTIZED)]
     run_specs(recipe, [(flags(place, directory / "run", base, *more), changes or {})], directory, config, *precision)
     return [[line["loss"], line["grad_norm"]] for line in read_metrics(directory / "run")]
 
@@ -101,6 +101,12 @@ def test_a_base_in_4_bits_is_the_base_of_its_dequantized_weights(place, one_proc
     )
     assert quantized == rounded
     assert abs(cast[0][0] - rounded[0][0]) > 1e-3
+
+
+def test_compiled_layers_dequantize_too(place, one_process, tmp_path):
+    """As on a GPU by default. What they compute is fused, so their rounding differs."""
+    losses = train(place, tmp_path, "cpu", (), own=["--compile"])
+    assert sum(losses, []) == pytest.approx(sum(one_process[0], []), rel=1e-5)
 
 
 def test_a_checkpoint_of_two_ranks_goes_on_in_one_process(place, tmp_path):

@@ -6,7 +6,7 @@ it anywhere, because it is used only after the all-gather, and mixed precision c
 """
 
 import math
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from functools import cache
 from typing import Any
 
@@ -14,8 +14,6 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
-
-from common.process import this_process
 
 BLOCK, BLOCK_OF_BLOCKS = 64, 256  # block sizes of bitsandbytes: weights per 8-bit scale, and scales per float32 scale
 BYTES_PER_WEIGHT = 1 / 2 + 1 / BLOCK + 4 / (BLOCK * BLOCK_OF_BLOCKS)
@@ -50,19 +48,30 @@ def _scale_values(device: torch.device) -> Tensor:
     return create_dynamic_map().to(device)
 
 
-@torch.no_grad()
-def unpack(packed: Tensor, shape: torch.Size, dtype: torch.dtype) -> Tensor:
-    """Returns the dequantised weight (shape); without data if the packed bytes have none."""
-    if packed.is_meta or this_process().has_fake_weights:
-        return packed.new_empty(shape, dtype=dtype)
-    from bitsandbytes import functional  # here because most ranks of a plan never dequantise, and it takes seconds
+@torch.library.custom_op("recipes::unpack_nf4", mutates_args=())
+def _unpack(packed: Tensor, shape: Sequence[int], dtype: torch.dtype) -> Tensor:
+    from bitsandbytes import functional  # here because plans never dequantise, and it takes seconds
 
-    values, numbers, scales = packed.split(_sizes(shape.numel()))
+    size = torch.Size(shape)
+    values, numbers, scales = packed.split(_sizes(size.numel()))
     offset, *_ = numbers = numbers.view(torch.float32)
     options: Any = {"code": _scale_values(packed.device), "blocksize": BLOCK_OF_BLOCKS}
     absmax = functional.dequantize_blockwise(scales, absmax=numbers[1:], **options).add_(offset)
-    state = functional.QuantState(absmax, shape, blocksize=BLOCK, quant_type="nf4", dtype=dtype)
-    return functional.dequantize_4bit(values[: -(-shape.numel() // 2), None], state)
+    state = functional.QuantState(absmax, size, blocksize=BLOCK, quant_type="nf4", dtype=dtype)
+    return functional.dequantize_4bit(values[: -(-size.numel() // 2), None], state)
+
+
+@_unpack.register_fake
+def _(packed: Tensor, shape: Sequence[int], dtype: torch.dtype) -> Tensor:
+    return packed.new_empty(shape, dtype=dtype)
+
+
+def unpack(packed: Tensor, shape: torch.Size, dtype: torch.dtype) -> Tensor:
+    """Returns the dequantised weight (shape), by one operator: compiled layers call it, and plans allocate its result.
+
+    Without data if the packed bytes have none.
+    """
+    return _unpack(packed, shape, dtype)
 
 
 class PackedLinear(nn.Linear):
