@@ -1,9 +1,11 @@
 """Small files that would fill the memory or never end are refused in one line: templates, rows, Parquet, YAML."""
 
 import bz2
+import datetime
 import gzip
 import json
 import lzma
+import math
 import os
 import re
 import resource
@@ -13,6 +15,7 @@ import sys
 import time
 
 import psutil
+import pyarrow.parquet
 import pytest
 import zstandard
 from conftest import ROOT, assert_mistake, run, run_recipe_alone, source_of, write_jsonl
@@ -256,3 +259,54 @@ def test_the_process_ends_when_the_training_process_is_killed():
     parent.send_signal(signal.SIGKILL)
     parent.wait()
     assert not psutil.wait_procs([child], timeout=5)[1]
+
+
+def list_of(values, lengths):
+    """A table with a list in each row, one after the other from these values."""
+    offsets = [sum(lengths[:number]) for number in range(len(lengths) + 1)]
+    return pyarrow.table({"a": pyarrow.ListArray.from_arrays(pyarrow.array(offsets, pyarrow.int32()), values)})
+
+
+NULLS = 2_000_000
+TABLES = {
+    "nulls": lambda: list_of(pyarrow.nulls(NULLS, pyarrow.int8()), [NULLS]),
+    "uneven": lambda: list_of(pyarrow.nulls(NULLS, pyarrow.int8()), [0] * 99 + [NULLS]),
+    "repeated": lambda: list_of(
+        pyarrow.DictionaryArray.from_arrays(pyarrow.array([0] * 100_000, pyarrow.int8()), ["a" * 100_000]), [100_000]
+    ),
+}
+REFUSALS = {
+    "nulls": "a.parquet, a row of row group 1 of 1 rows: the row has more than 1,048,576 bytes; split it, or raise",
+    "uneven": "a.parquet, after row 99: decoding writes more than 1 MiB; split the rows, or raise --max_row_bytes",
+    "repeated": "a.parquet: decoding needs more than 1032 MiB of memory; split the rows, or raise --max_row_bytes",
+}
+
+
+@pytest.mark.parametrize("name", TABLES)
+def test_a_small_parquet_file_with_a_large_row_is_refused(name, tmp_path):
+    """Without more memory here. Control: a larger limit, but for the last file of 10 GB."""
+    path = tmp_path / "a.parquet"
+    pyarrow.parquet.write_table(TABLES[name](), path, write_statistics=False)
+    assert path.stat().st_size < 10_000
+    before = peak_mib()
+    assert re.search(REFUSALS[name], str(refusal(path, max_row_bytes=1 << 20)))
+    assert peak_mib() < before + 100
+    if name != "repeated":
+        assert refusal(path) == (1 if name == "nulls" else 100)
+
+
+def test_one_process_decodes_many_parquet_files(tmp_path, monkeypatch):
+    """After a first one for the columns. It has ended; values that JSON does not have keep their type."""
+    started, start = [], LimitedProcess._start
+    monkeypatch.setattr(LimitedProcess, "_start", lambda self: started.append(start(self)) or started[-1])
+    day = datetime.date(2026, 1, 2)
+    for number in range(20):
+        rows = [{"a": "\u00e9\n" * number, "b": day, "c": [{"d": b"x", "e": 2**60}], "f": math.inf}] * 3
+        pyarrow.parquet.write_table(pyarrow.Table.from_pylist(rows), tmp_path / f"{number:02}.parquet")
+    corpus = open_source(Source(files=(str(tmp_path / "*.parquet"),)))
+    assert corpus.columns == ("a", "b", "c", "f") and len(started) == 1
+    found = [row for row in corpus.rows(corpus.columns, False)]
+    assert len(found) == 60 and len(started) == 2 and started[1].poll() is not None
+    assert found[-1].where == f"{tmp_path}/19.parquet, row 3" and found[-1].values["a"] == "\u00e9\n" * 19
+    types = [type(value).__name__ for value in (found[0].values["b"], found[0].values["c"][0]["d"])]
+    assert types == ["date", "bytes"] and found[0].values["c"][0]["e"] == 2**60 and found[0].values["f"] == math.inf

@@ -103,7 +103,8 @@ class LimitedProcess:
         environment = {name: os.environ[name] for name in ENVIRONMENT if name in os.environ}
         environment |= {"PYTHONPATH": str(Path(__file__).parents[2]), "PYTHONSAFEPATH": "1"}
         # Each thread would reserve memory, and on some machines there are hundreds.
-        environment |= {"OPENBLAS_NUM_THREADS": "1", "OMP_NUM_THREADS": "1", "ARROW_DEFAULT_MEMORY_POOL": "system"}
+        environment |= {"OPENBLAS_NUM_THREADS": "1", "OMP_NUM_THREADS": "1", "MALLOC_ARENA_MAX": "1"}
+        environment["ARROW_DEFAULT_MEMORY_POOL"] = "system"
         command = [sys.executable, "-m", self.module, json.dumps(self.limits)]
         return subprocess.Popen(command, env=environment, stdin=subprocess.PIPE, stdout=subprocess.PIPE)
 
@@ -119,18 +120,25 @@ def _larger(size: int) -> str:
     return f"writes more than {size >> 20} MiB"
 
 
-def _to_line(value: Any) -> bytes:
-    """Returns a value as a line of JSON; objects that JSON does not have become a text with their type."""
-    text = json.dumps(value, ensure_ascii=False, default=lambda item: f"<{type(item).__name__}>")
+def _type_of(value: Any) -> str:
+    return f"<{type(value).__name__}>"
+
+
+def _to_line(value: Any, default: Callable[[Any], Any] = _type_of) -> bytes:
+    """Returns a value as a line of JSON, with `default(object)` for an object that JSON does not have."""
+    text = json.dumps(value, ensure_ascii=False, default=default)
     return text.encode("utf-8", "surrogatepass") + b"\n"
 
 
-def serve(answer: Callable[[Any], Iterator[Any]], threads: bool = False) -> None:
+def serve(
+    answer: Callable[[Any], Iterator[Any]], threads: bool = False, default: Callable[[Any], Any] = _type_of
+) -> None:
     """Answers requests until standard input ends; the imports must be complete, because the limits do not count them.
 
     Args:
         answer: yields the answers to a request. Its UserErrors are reported; other errors are bugs.
         threads: whether libraries may start threads; otherwise no thread or process can be started.
+        default: returns a JSON value for an object of an answer that JSON does not have.
     """
     import resource  # not on Windows, where only this process would need it
     import select
@@ -158,7 +166,7 @@ def serve(answer: Callable[[Any], Iterator[Any]], threads: bool = False) -> None
         limit(kind, most)
 
     def send(kind: str, value: Any, most: int) -> None:
-        if len(line := _to_line([kind, value])) > most:
+        if len(line := _to_line([kind, value], default)) > most:
             line = _to_line(["limit", _larger(most)])
         answers.write(line)
         answers.flush()  # so that the number of answers identifies the data that exceeds a limit

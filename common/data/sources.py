@@ -9,8 +9,10 @@ datetime, the CSV field "003" becomes 3) and does not report the location of an 
 
 from collections import Counter
 from collections.abc import Iterator
+from contextlib import nullcontext
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 from common.data.source_types import FILE_TYPES, Corpus, Row, Source, expand, file_type
 from common.errors import UserError, as_user_error, raise_errors
@@ -43,31 +45,32 @@ def open_source(source: Source) -> Corpus:
         return open_embedded(source)
     paths = list(dict.fromkeys(path for pattern in source.files for path in expand(pattern)))  # globs may overlap
     # Path, size and modification time instead of the contents: hashing 1 TB takes longer than many training runs.
-    stats = [(path.resolve(), path.stat()) for path in map(Path, paths)]
-    identity = [[str(path), stat.st_size, stat.st_mtime_ns] for path, stat in stats]
+    identity = [[str(path.resolve()), (s := path.stat()).st_size, s.st_mtime_ns] for path in map(Path, paths)]
     name = paths[0] if len(paths) == 1 else f"{paths[0]} and {len(paths) - 1} more"
     unused: Counter[str] = Counter()
-    columns = tuple(next(_read_file(paths[0], source, None, True, unused)).values)
+    opened: Any = nullcontext(), None, {}
+    if any(file_type(path)[0] == ".parquet" for path in paths):
+        from common.data.parquet_files import open_files
+
+        opened = open_files(paths, source)
+    process, columns, classes = opened
+    columns = columns or tuple(next(_read_file(paths[0], source, (), True, unused, process)).values)
 
     def rows(wanted: tuple[str, ...], whole_files: bool) -> Iterator[Row]:
-        for path in paths:
-            for row in _read_file(path, source, wanted, whole_files, unused):
-                for column in row.values.keys() - wanted:
-                    unused[column] += row.values[column] not in (None, "", [], {})
-                yield row
+        with process:
+            for path in paths:
+                for row in _read_file(path, source, wanted, whole_files, unused, process):
+                    for column in row.values.keys() - wanted:
+                        unused[column] += row.values[column] not in (None, "", [], {})
+                    yield row
 
-    classes = {}
-    if file_type(paths[0])[0] == ".parquet":
-        from common.data.table_readers import read_classes
-
-        classes = read_classes(paths[0])
     return Corpus(name, identity, columns, rows, classes, unused)
 
 
 def _read_file(
-    path: str, source: Source, wanted: tuple[str, ...] | None, whole_files: bool, unused: Counter[str]
+    path: str, source: Source, wanted: tuple[str, ...], whole_files: bool, unused: Counter[str], process: Any
 ) -> Iterator[Row]:
-    """Yields the rows of a file, with all columns if `wanted` is None; raises UserError if it has no readable rows."""
+    """Yields the rows of a file; raises UserError if it has no readable rows. process: decodes Parquet files."""
     if file_type(path)[0] == ".jsonl":
         from common.data.readers import read_json_lines
 
@@ -75,7 +78,7 @@ def _read_file(
     else:
         from common.data.other_readers import read_other
 
-        reader = read_other(path, source, wanted, whole_files, unused)
+        reader = read_other(path, source, wanted, whole_files, unused, process)
     row = None
     try:
         for row in reader:
