@@ -262,7 +262,7 @@ def one_process(data, tmp_path_factory):
 @pytest.mark.parametrize("config", ["multi_cpu", "fsdp2", "zero3", "sequence_parallel", "tensor_parallel"])
 def test_every_recipe_makes_the_update_of_one_process(config, one_process, data, tmp_path):
     """Losses, norms, weights and held-out figures; in tests/test_modes.py lm.py does, under every config."""
-    some = {"sequence_parallel": {"moe", "moe-exact"}, "tensor_parallel": {"classify", "dpo"}}
+    some = {"sequence_parallel": {"moe", "moe-exact"}, "tensor_parallel": {"classify", "dpo", "embed"}}
     names = some[config] | {"long_sequence-transformer"} if config in some else EQUAL.keys()
     names -= QUANTIZED.keys() if config == "zero3" else set()
     run_equal(config, data, tmp_path, names)
