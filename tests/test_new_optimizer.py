@@ -89,9 +89,7 @@ def test_an_optimizer_is_advised_only_where_it_works(kind, tensor, expected):
 
 
 def test_offloaded_state_has_the_bytes_of_its_optimizer():
-    """With float32 weights and gradients, of 10 elements."""
+    """With float32 weights and gradients, of 10 elements, 4 of them in embedding and head."""
     mode = Mode("", "FSDP", "no", 2, state_on="host", weights_on="host")
-    sizes = {
-        name: on_host(ModelSizes(10, 10, 5, 0), mode, OPTIMIZERS[name].state_bytes)[0] for name in ("adamw", "sgd")
-    }
-    assert sizes == {"adamw": 160, "sgd": 120}
+    sizes = {name: on_host(ModelSizes(10, 10, 6, 4), mode, name)[0] for name in ("adamw", "sgd", "muon")}
+    assert sizes == {"adamw": 160, "sgd": 120, "muon": 120 + 4 * 4}

@@ -139,6 +139,7 @@ class OptimizerInfo:
     description: str  # one line for --help
     state_bytes: float  # per float32 parameter of a weight matrix
     works_on: tuple[str, ...] = ()  # of SPLITS
+    outside_bytes: float | None = None  # of state per parameter of embeddings and head, if different
     uses_adamw_rate: bool = False  # so that it can be recommended to save memory
     aliases: tuple[str, ...] = ()  # names in other training scripts
     class_names: tuple[str, ...] = ()  # classes whose checkpoints have the same kinds of state for every weight
@@ -173,7 +174,7 @@ OPTIMIZERS: dict[str, OptimizerInfo] = {
         _adafactor, "row and column averages; uses AdamW's learning rate", state_bytes=0.01, uses_adamw_rate=True
     ),
     "muon": OptimizerInfo(
-        _muon, "Muon for hidden matrices, AdamW (8 bytes) for others", 4, ("shards", "parts"), uses_adamw_rate=True
+        _muon, "Muon for hidden matrices, AdamW (8 bytes) for others", 4, ("shards", "parts"), 8, uses_adamw_rate=True
     ),
     "sgd": OptimizerInfo(
         lambda groups, _, rate: torch.optim.SGD(groups, lr=rate, momentum=SGD_MOMENTUM),  # fused=True fails under FSDP2

@@ -15,6 +15,7 @@ from common.models.packed import BYTES_PER_WEIGHT, count_all, count_packed
 from common.parallel import deepspeed_files
 from common.parallel.launch import Launch
 from common.training.optimizer_choice import kinds_of_split
+from common.training.optimizers import OPTIMIZERS
 from common.training.process_grid import ProcessGrid
 from common.training.recipe_traits import Traits
 from tools.plan.layer_extrapolation import count_layers
@@ -194,10 +195,13 @@ def peak(segments: dict[str, Parts]) -> tuple[str, Parts]:
     return max(segments.items(), key=lambda item: sum(item[1].values()))
 
 
-def on_host(shape: ModelSizes, mode: Mode, state_bytes: float) -> tuple[float, float]:
-    """Returns the offloaded bytes in host memory and in files, per node. state_bytes: optimizer state per parameter."""
-    width = 2 if mode.precision != "no" else 4
-    state = (4.0 + state_bytes) * shape.trained  # with the master weights
+def on_host(shape: ModelSizes, mode: Mode, optimizer: str) -> tuple[float, float]:
+    """Returns the offloaded bytes in host memory and in files, per node. optimizer: its name in `OPTIMIZERS`."""
+    width, info = 2 if mode.precision != "no" else 4, OPTIMIZERS[optimizer]
+    outside = shape.outside if shape.trained == shape.parameters else 0  # an adapter leaves embeddings untrained
+    state = (4.0 + info.state_bytes) * shape.trained  # with the master weights
+    if info.outside_bytes is not None:
+        state += (info.outside_bytes - info.state_bytes) * outside
     held = {HOST: 0.0, FILES: 0.0, "device": 0.0}
     if mode.kind == "FSDP":
         # `state` includes the trained weights, because FSDP2's shards are the master weights; gradients are added.

@@ -16,7 +16,6 @@ import torch
 from common.errors import UserError
 from common.host_memory import format_bytes
 from common.training.batching import Samples
-from common.training.optimizers import OPTIMIZERS
 from common.training.process_grid import ProcessGrid
 from tools.plan.cost import count_micro_batches
 from tools.plan.layer_extrapolation import choose_depths, count_layers, set_layers
@@ -175,8 +174,7 @@ def predict_peak(tracer: Tracer, model: torch.nn.Module, question: dict[str, Any
     number = count_micro_batches(args.global_batch_size, mode.grid.data_parallel, rows)
     segment, parts = peak(needs(profile, forecaster.model, mode, number))
     if device == "cpu":  # offloaded tensors are in the same memory
-        state_bytes = OPTIMIZERS[args.optimizer].state_bytes
-        parts["offloaded"] = on_host(forecaster.model, mode, state_bytes)[0] / mode.processes
+        parts["offloaded"] = on_host(forecaster.model, mode, args.optimizer)[0] / mode.processes
     return [describe_peak(segment, parts) + _describe_shortfall(mode, parts, question)]
 
 

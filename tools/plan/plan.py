@@ -15,7 +15,6 @@ from common.models import adapters
 from common.parallel import mode_checks
 from common.planner import repeated_flags
 from common.training.optimizer_choice import smaller_optimizers
-from common.training.optimizers import OPTIMIZERS
 from common.training.process_grid import ProcessGrid
 from tools.plan import configs, hardware
 from tools.plan.cost import Cost, count_micro_batches, estimate_cost
@@ -137,7 +136,7 @@ def _largest_row(forecaster: Forecaster, machine: Machine, mode: Mode, checkpoin
         profile = forecaster.profile_of(mode, checkpointing, rows)
         number = count_micro_batches(args.global_batch_size, mode.grid.data_parallel, rows)
         _, parts = peak(needs(profile, forecaster.model, mode, number))
-        host, files = on_host(forecaster.model, mode, OPTIMIZERS[args.optimizer].state_bytes)
+        host, files = on_host(forecaster.model, mode, args.optimizer)
         shortfall = find_shortfall(machine, mode, parts, host, files)
         tokens = math.ceil(rows * forecaster.tracer.samples.max_length / mode.sequence)
         sends_again = checkpointing == "full" or (checkpointing != "none" and mode.sequence > 1)
