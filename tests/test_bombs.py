@@ -13,12 +13,14 @@ import signal
 import subprocess
 import sys
 import time
+from contextlib import suppress
 
 import psutil
 import pyarrow.parquet
 import pytest
 import zstandard
 from conftest import ROOT, assert_mistake, run, run_recipe_alone, source_of, write_jsonl
+from PIL import EpsImagePlugin, Image
 
 from common.data import chats
 from common.data.limited_process import LimitedProcess
@@ -26,6 +28,7 @@ from common.data.source_types import Source
 from common.data.sources import open_source
 from common.data.text import tokenize
 from common.errors import UserError
+from common.tasks.vision import image_files
 
 BOMBS = {
     "memory": "{{ 'a' * 10**10 }}",
@@ -310,3 +313,49 @@ def test_one_process_decodes_many_parquet_files(tmp_path, monkeypatch):
     assert found[-1].where == f"{tmp_path}/19.parquet, row 3" and found[-1].values["a"] == "\u00e9\n" * 19
     types = [type(value).__name__ for value in (found[0].values["b"], found[0].values["c"][0]["d"])]
     assert types == ["date", "bytes"] and found[0].values["c"][0]["e"] == 2**60 and found[0].values["f"] == math.inf
+
+
+@pytest.mark.parametrize("name", ["README.md", ".huggingface.yaml"])
+def test_yaml_of_a_folder_with_aliases_or_above_a_mebibyte_is_refused(name, tmp_path):
+    """Before it is parsed. Control: the same list without an alias is used; text behind the YAML may have signs."""
+    write_jsonl(tmp_path / "some.jsonl", [{"a": 1}])
+    source = Source(dataset_name=str(tmp_path))
+    lists = "configs:\n- config_name: default\n  data_files: some.jsonl\nmore: [{}]\n"
+    frame = "---\n{}---\n&a *a\n" if name == "README.md" else "{}"
+
+    def use(text):
+        (tmp_path / name).write_text(frame.format(text))
+        corpus = open_source(source)
+        return [row.values for row in corpus.rows(("a",), False)]
+
+    assert use(lists.format("b, b")) == [{"a": 1}]
+    for value, problem in (("&b c", r"an anchor \(&\) b"), ("*b", r"an alias \(\*\) b")):
+        with pytest.raises(UserError, match=rf"{name}: its YAML has {problem}; write the value itself"):
+            use(lists.format(value))
+    with pytest.raises(UserError, match=f"{name}: not a regular file of at most 1 MiB"):
+        use(lists.format("b" * (1 << 20)))
+    with pytest.raises(UserError, match=f"{name}: malformed YAML"):
+        use(lists.format("'b"))
+
+
+def test_an_eps_named_png_does_not_start_ghostscript(tmp_path, monkeypatch):
+    """Control: without the list of formats, its program is started; a PNG named .jpg is still read."""
+    programs = tmp_path / "bin"
+    programs.mkdir()
+    (programs / "gs").write_text(f"#!/bin/sh\ntouch {tmp_path}/started\n")
+    (programs / "gs").chmod(0o755)
+    monkeypatch.setenv("PATH", f"{programs}:{os.environ['PATH']}")
+    monkeypatch.setattr(EpsImagePlugin, "gs_binary", None)
+    for kind in ("a", "b"):
+        (tmp_path / "images" / kind).mkdir(parents=True)
+        Image.new("L", (8, 8)).save(tmp_path / "images" / kind / "a.jpg", format="PNG")
+    eps = tmp_path / "images/b/b.png"
+    Image.new("L", (8, 8)).save(eps, format="EPS")
+    images = image_files.folder(str(tmp_path / "images"))
+    assert image_files.open_image(images, 0).size == (8, 8)
+    with pytest.raises(UserError, match="b.png: cannot be read as an image"):
+        image_files.open_image(images, 2)
+    assert not (tmp_path / "started").exists()
+    with suppress(OSError):
+        Image.open(eps).load()
+    assert (tmp_path / "started").exists()

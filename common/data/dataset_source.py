@@ -8,6 +8,7 @@ from pathlib import Path
 
 from datasets import ClassLabel, load_dataset_builder
 
+from common.data.dataset_card import check_cards
 from common.data.hub import is_saved, load_split
 from common.data.source_types import FILE_TYPES, Corpus, Row, Source, file_type
 from common.data.table_readers import with_class_names
@@ -49,6 +50,7 @@ def list_folder(source: Source) -> tuple[str, ...] | None:
     path = Path(str(source.dataset_name)).expanduser()
     if not path.is_dir() or is_saved(path):
         return None
+    check_cards(path)
     try:
         files = load_dataset_builder(str(path), source.dataset_config).config.data_files or {}
     except Exception as error:

@@ -147,10 +147,15 @@ def held_out_splits(name: str, config: str | None) -> Iterator[str]:
     """Yields the available splits for evaluation, the preferred split first: validation, then test.
 
     It yields no split if the dataset cannot be found or read; opening the dataset reports the problem.
+    Raises UserError, of `check_cards`.
     """
     from datasets import get_dataset_split_names, load_from_disk
 
     place, path = locate(name, "dataset"), Path(name).expanduser()
+    if place.is_here:
+        from common.data.dataset_card import check_cards
+
+        check_cards(path)
 
     def splits() -> list[str]:
         with suppress(Exception):  # the libraries raise a dozen types
@@ -178,6 +183,10 @@ def load_split(name: str, config: str | None, split: str) -> Any:
         disable_progress_bars()
     path, (is_here, problem, revision) = Path(name).expanduser(), locate(name, "dataset")
     saved = is_saved(path)
+    if is_here:
+        from common.data.dataset_card import check_cards
+
+        check_cards(path)
     try:
         if saved:
             data = load_from_disk(str(path))

@@ -20,6 +20,8 @@ from common.errors import UserError, one_line, raise_errors, reading, shorten
 from common.internals.datasets import content_hash
 
 SUFFIXES = (".png", ".jpg", ".jpeg", ".bmp", ".gif", ".webp", ".tif", ".tiff", ".ppm", ".pgm")
+# Formats of these suffixes. Pillow would otherwise use the contents: for an .eps named .png, it starts Ghostscript.
+FORMATS = ("PNG", "JPEG", "MPO", "BMP", "GIF", "WEBP", "TIFF", "PPM")
 DIGITS = "scikit-learn's digits"
 MAX_PIXELS = 1 << 27  # per image, 400 MB decoded; a small file can describe an image larger than memory
 NUM_SAMPLED = 1000  # images decoded before the run, to find size, channels, mean and corrupted images
@@ -249,7 +251,7 @@ def open_image(images: Images, index: int, size: tuple[int, int] | None = None) 
         if isinstance(source, Image.Image):
             image = source
         else:
-            image = Image.open(source)
+            image = Image.open(source, formats=FORMATS)
             if image.width * image.height > MAX_PIXELS:
                 raise ValueError(f"{image.width} x {image.height} pixels, more than {MAX_PIXELS:,}")
             if size:
