@@ -11,7 +11,6 @@ from common.data.source_types import Row, file_type
 from common.errors import UserError
 
 PIECE_BYTES = 1 << 18  # a document in a .txt file is read in pieces of about this size, split at line ends
-MAX_COLUMNS = 100_000
 
 
 def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
@@ -72,7 +71,7 @@ def read_json_lines(path: str, max_row_bytes: int) -> Iterator[Row]:
 
 
 def check_object(values: Any, where: str) -> dict[str, Any]:
-    if not isinstance(values, dict) or len(values) > MAX_COLUMNS:
+    if not isinstance(values, dict) or len(values) > 100_000:
         from common.data.row_errors import no_row
 
         raise UserError(no_row(where, values))

@@ -7,6 +7,7 @@ from typing import Any
 
 from common.errors import UserError, one_line
 
+MAX_COLUMNS = 100_000  # also in `readers`, which imports this module only for an error
 MAX_BLANK = 1 << 20  # characters between two rows; a small compressed file can contain terabytes of blank lines
 CR = "lines end with CR (old Mac); convert the file to LF line ends"
 
@@ -72,4 +73,4 @@ def no_row(where: str, values: Any) -> str:
 
 def too_many(where: str, columns: Sequence[str] | dict[str, Any]) -> str:
     """Returns the message for too many columns."""
-    return f"{where} has {len(columns):,} columns, more than 100,000; keep only those that are used"
+    return f"{where} has {len(columns):,} columns, more than {MAX_COLUMNS:,}; keep only those that are used"

@@ -4,8 +4,8 @@ import csv
 from collections.abc import Iterator, Sequence
 from typing import Any
 
-from common.data.readers import MAX_COLUMNS, decode
-from common.data.row_errors import CR, repeated, too_large, too_many
+from common.data.readers import decode
+from common.data.row_errors import CR, MAX_COLUMNS, repeated, too_large, too_many
 from common.data.source_types import Row
 from common.errors import UserError
 
