@@ -8,12 +8,12 @@ import lzma
 import math
 import os
 import re
-import resource
 import signal
 import subprocess
 import sys
 import time
 from contextlib import suppress
+from pathlib import Path
 
 import psutil
 import pyarrow.parquet
@@ -45,9 +45,11 @@ PROBLEMS = {
 }
 
 
-def peak_mib():
-    """Largest memory of this process so far."""
-    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024
+def peak_mib(reset=False):
+    """Largest memory of this process since the last reset. Unlike ru_maxrss, it has nothing of a parent process."""
+    if reset:
+        Path("/proc/self/clear_refs").write_text("5")
+    return int(re.search(r"VmHWM:\s+(\d+) kB", Path("/proc/self/status").read_text())[1]) / 1024
 
 
 def refusal(path, **options):
@@ -76,19 +78,20 @@ PACKED = {
 }
 # Reads a file in a process of its own, and prints the error and how much larger the process became, in MiB.
 READING = """
-import resource, sys
+import re, sys
 from common.data.source_types import Source
 from common.data.sources import open_source
 from common.errors import UserError
 for suffix in sys.argv[2:]:  # imports the readers
     next(open_source(Source(files=(sys.argv[1] + "small." + suffix,))).rows(("text",), False))
-before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+peak = lambda: int(re.search(r"VmHWM:\\s+(\\d+)", open("/proc/self/status").read())[1])
+before = peak()
 for suffix in sys.argv[2:]:
     try:
         list(open_source(Source(files=(sys.argv[1] + "large." + suffix,))).rows(("text",), False))
     except UserError as error:
         print(error)
-print((resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before) >> 10)
+print((peak() - before) >> 10)
 """
 
 
@@ -197,7 +200,7 @@ def test_a_chat_template_that_needs_too_much_is_refused_at_its_row(bomb, tokeniz
         {"messages": [{"role": "user", "content": "a"}, {"role": "assistant", "content": content}]}
         for content in ("b", "bomb", "c")
     ]
-    before = peak_mib()
+    before = peak_mib(reset=True)
     with pytest.raises(UserError, match=rf"bombs.jsonl, line 2: the chat template {PROBLEMS[bomb]}; use") as error:
         tokenize(source_of(tmp_path / "bombs.jsonl", rows), tokenizer, 64, None, tmp_path)
     assert "\n" not in str(error.value) and peak_mib() < before + 100
@@ -291,7 +294,7 @@ def test_a_small_parquet_file_with_a_large_row_is_refused(name, tmp_path):
     path = tmp_path / "a.parquet"
     pyarrow.parquet.write_table(TABLES[name](), path, write_statistics=False)
     assert path.stat().st_size < 10_000
-    before = peak_mib()
+    before = peak_mib(reset=True)
     assert re.search(REFUSALS[name], str(refusal(path, max_row_bytes=1 << 20)))
     assert peak_mib() < before + 100
     if name != "repeated":
