@@ -21,6 +21,7 @@ FIRST = {
     "common/arguments.py": ("bad_input",),
     "common/checkpoint/": ("checkpoint", "resume"),
     "common/argument_checks.py": ("bad_input",),
+    "common/data/chat_rendering.py": ("chat_template", "bombs"),  # its process is started by name
     "common/parallel/": ("modes",),
     "common/run.py": ("lm",),
     "common/training/": ("lm",),

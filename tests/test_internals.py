@@ -5,6 +5,7 @@ Judges a new version of a library in half a minute. Then raise TESTED in common/
 
 import argparse
 import ast
+import copy
 import functools
 import importlib.util
 import multiprocessing
@@ -15,6 +16,7 @@ import torch
 from conftest import BIN, ROOT, run
 from packaging.version import Version
 from private_names import OURS, find_private_names
+from safetensors.torch import load_file
 from torch import nn
 from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM, MambaForCausalLM, T5Config
 from transformers.models.llama.modeling_llama import LlamaDecoderLayer
@@ -286,6 +288,17 @@ def test_weights_are_not_tied(llama, tmp_path, monkeypatch):
         with rare_transformers.keep_untied(names):
             model = LlamaForCausalLM.from_pretrained(tmp_path, config=config)
         assert (model.lm_head.weight is model.model.embed_tokens.weight) == (not names)
+
+
+def test_weights_of_our_own_are_not_in_the_files(llama, tmp_path):
+    """Control: without the call, they are."""
+    model = copy.deepcopy(llama)
+    model.own = nn.Parameter(torch.zeros(1))
+    for is_left_out in (False, True):
+        if is_left_out:
+            rare_transformers.leave_out_of_files(model, {"own"})
+        model.save_pretrained(tmp_path / str(is_left_out))
+        assert ("own" in load_file(tmp_path / str(is_left_out) / "model.safetensors")) == (not is_left_out)
 
 
 def test_files_are_found(llama, tmp_path):

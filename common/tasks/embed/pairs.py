@@ -66,7 +66,7 @@ def choose_columns(args: Arguments, source: Source) -> Columns:
         return Columns(*KNOWN[0])
     corpus = open_source(source)
     known = [(args.anchor_column or anchor, args.positive_column or positive) for anchor, positive in KNOWN]
-    pair = next((pair for pair in known if set(pair) <= set(corpus.columns)), known[0])
+    pair = max(known, key=lambda pair: len(set(pair) & set(corpus.columns)))
     numbered = [name for name in corpus.columns if name.startswith("negative_") and name[9:].isdigit()]
     found = [*(["negative"] * ("negative" in corpus.columns)), *sorted(numbered, key=lambda name: int(name[9:]))]
     negatives = tuple(args.negative_columns or found)
