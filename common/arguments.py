@@ -27,8 +27,6 @@ from common.training.recipe_traits import Arguments
 if TYPE_CHECKING:
     from common.data.source_types import Source
 
-LONGEST_NAME = 255  # bytes of a name in most file systems
-
 
 class ArgumentParser(argparse.ArgumentParser):
     """Parser that reports a user error in one line, suggests the nearest flag, and rejects abbreviations."""
@@ -54,7 +52,7 @@ class ArgumentParser(argparse.ArgumentParser):
             from common.parallel.failures import exit_with_errors
 
             exit_with_errors(explain_unknown(unknown, sys.argv[1:] if args is None else args, flags_of(self)))
-        if any(len(os.fsencode(word)) > LONGEST_NAME for word in (sys.argv if args is None else args)):
+        if any(len(os.fsencode(word)) > 255 for word in (sys.argv if args is None else args)):  # the longest file name
             from common.rare_arguments import check_paths
 
             check_paths(parsed)

@@ -362,3 +362,23 @@ def test_an_eps_named_png_does_not_start_ghostscript(tmp_path, monkeypatch):
     with suppress(OSError):
         Image.open(eps).load()
     assert (tmp_path / "started").exists()
+
+
+READ = """
+import sys
+from PIL import Image
+from common.tasks.vision.image_files import FORMATS
+
+with Image.open(sys.argv[1], formats=FORMATS) as image:
+    assert abs(image.convert("L").getpixel((0, 0)) - 200) < 3
+"""
+
+
+def test_each_suffix_has_its_format(tmp_path):
+    """Also JPEGs with several pictures (MPO), as cameras write them."""
+    pixels = Image.new("L", (8, 8), 200)
+    for suffix in image_files.SUFFIXES:
+        pixels.save(tmp_path / f"image{suffix}")
+    pixels.convert("RGB").save(tmp_path / "image.jpg", format="MPO", save_all=True, append_images=[pixels])
+    for suffix in image_files.SUFFIXES:  # a process for each, because the first image may load all plugins
+        assert run([sys.executable, "-c", READ, tmp_path / f"image{suffix}"], PYTHONPATH=ROOT).returncode == 0, suffix

@@ -101,9 +101,11 @@ class Writer:
         name = f"rank-{self.ranks.rank:05}"
         files = {f"{name}.safetensors": write_file(partial / f"{name}.safetensors", self._paused(in_chunks(contents)))}
         if self.ranks.rank == 0:
+            (partial / "model").mkdir()
             for file, content in self.model_files.items():
                 (path := partial / "model" / file).parent.mkdir(parents=True, exist_ok=True)
                 files[f"model/{file}"] = write_file(path, [content])
+                fsync(path.parent)
             fsync(partial / "model")
         write_file(partial / f"{name}.json", [json.dumps(metadata | {"files": files}).encode()])
 

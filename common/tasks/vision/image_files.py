@@ -21,7 +21,7 @@ from common.internals.datasets import content_hash
 
 SUFFIXES = (".png", ".jpg", ".jpeg", ".bmp", ".gif", ".webp", ".tif", ".tiff", ".ppm", ".pgm")
 # Formats of these suffixes. Pillow would otherwise use the contents: for an .eps named .png, it starts Ghostscript.
-FORMATS = ("PNG", "JPEG", "MPO", "BMP", "GIF", "WEBP", "TIFF", "PPM")
+FORMATS = ("PNG", "JPEG", "BMP", "GIF", "WEBP", "TIFF", "PPM")
 DIGITS = "scikit-learn's digits"
 MAX_PIXELS = 1 << 27  # per image, 400 MB decoded; a small file can describe an image larger than memory
 NUM_SAMPLED = 1000  # images decoded before the run, to find size, channels, mean and corrupted images
