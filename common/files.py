@@ -21,7 +21,7 @@ from common.process import this_process
 
 PARTIAL = ".partial"
 LOCK = ".lock"
-CONTENTS = "contents.json"  # of a cache entry: sizes and digests of its files
+CONTENTS = "contents.json"  # of a cache entry: size and XXH3 digest of each other file, which `cache_check` compares
 PAGE = 4096  # bytes; direct writes must begin and end at multiples of it
 DIRECT = getattr(os, "O_DIRECT", 0)  # only on Linux
 
@@ -169,12 +169,17 @@ def remove(path: Path) -> None:
         path.unlink(missing_ok=True)
 
 
+def set_aside(directory: Path) -> Path:
+    """Renames a directory so that it counts as incomplete, also if its removal is interrupted; returns the new path."""
+    old = directory.with_name(directory.name + ".old" + PARTIAL)
+    remove(old)
+    return directory.rename(old)
+
+
 def replace_directory(partial: Path, directory: Path) -> None:
     """Renames the complete directory `partial` to `directory`; removes an existing `directory`."""
     if directory.exists():
-        old = directory.with_name(directory.name + ".old" + PARTIAL)
-        remove(old)
-        directory.rename(old)
+        old = set_aside(directory)
         partial.rename(directory)
         remove(old)
     else:

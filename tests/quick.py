@@ -21,7 +21,6 @@ FIRST = {
     "common/arguments.py": ("bad_input",),
     "common/checkpoint/": ("checkpoint", "resume"),
     "common/argument_checks.py": ("bad_input",),
-    "common/data/chat_rendering.py": ("chat_template", "bombs"),  # its process is started by name
     "common/parallel/": ("modes",),
     "common/run.py": ("lm",),
     "common/training/": ("lm",),
@@ -71,7 +70,7 @@ def imported(text: str) -> set[str]:
 
 
 def looks_at(sources: dict[str, str]) -> dict[str, set[str]]:
-    """Of each file those that it imports; of a test file also the recipes, configs and scripts that it names.
+    """Of each file those that it imports or starts; of a test file also the recipes, configs and scripts that it names.
 
     What all tests share (tests/conftest.py, ...) leads nowhere.
     """
@@ -81,7 +80,8 @@ def looks_at(sources: dict[str, str]) -> dict[str, set[str]]:
     for path, text in sources.items():
         if not path.endswith(".py") or (path.startswith("tests/") and not is_test(path)):
             continue
-        found[path] = {modules[name] for name in imported(text) & modules.keys()}
+        started = set(re.findall(r'"(common\.[\w.]+)"', text))  # modules that run in a process of their own
+        found[path] = {modules[name] for name in (imported(text) | started) & modules.keys()}
         if is_test(path):
             words = set(re.findall(r"""["'/](\w+)(?:\.\w+)?["']""", text))
             found[path] |= {other for other in sources if Path(other).stem in words and can_be_named(other)}

@@ -105,8 +105,8 @@ class Writer:
             for file, content in self.model_files.items():
                 (path := partial / "model" / file).parent.mkdir(parents=True, exist_ok=True)
                 files[f"model/{file}"] = write_file(path, [content])
-                fsync(path.parent)
-            fsync(partial / "model")
+            for folder in {partial / "model", *((partial / "model" / file).parent for file in self.model_files)}:
+                fsync(folder)
         write_file(partial / f"{name}.json", [json.dumps(metadata | {"files": files}).encode()])
 
     def _paused(self, parts: Iterable[Any]) -> Iterator[Any]:

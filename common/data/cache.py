@@ -1,7 +1,4 @@
-"""Caches preprocessed data on disk: one process computes, the others wait; an entry is complete or absent.
-
-The file `contents.json` of an entry has the size and XXH3 digest of each other file; `cache_check` compares them.
-"""
+"""Caches preprocessed data on disk: one process computes, the others wait; an entry is complete or absent."""
 
 import errno
 import hashlib

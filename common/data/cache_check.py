@@ -9,10 +9,10 @@ from typing import Any
 
 import psutil
 
-from common.files import CONTENTS, PARTIAL, remove, replace_text, size_and_digest
+from common.files import CONTENTS, remove, replace_text, set_aside, size_and_digest
 
 logger = logging.getLogger(__name__)  # of any rank: the first process to arrive finds the damage, and only this one
-CHECKED = ".checked"  # suffix of a file beside the entry: the launches that have compared its digests
+CHECKED = ".checked"  # suffix of a file next to the entry: the launches that have compared its digests
 MOST_LAUNCHES = 64  # that this file lists
 
 
@@ -29,10 +29,7 @@ def remove_damaged(directory: Path) -> None:
     problem = _find_damage(directory, with_digests=launch is None or launch not in launches)
     if problem is not None:
         logger.warning("cache %s: %s; it is made again", directory, problem)
-        damaged = directory.with_name(f"{directory.name}.old{PARTIAL}")
-        remove(damaged)
-        directory.rename(damaged)  # so that a process killed during the removal leaves no part of the entry
-        remove(damaged)
+        remove(set_aside(directory))
     elif launch is not None and launch not in launches:
         replace_text(checked, json.dumps([*launches, launch][-MOST_LAUNCHES:]))
 

@@ -1,4 +1,4 @@
-"""Checks the YAML beside the files of a dataset, because a small file with aliases can fill the memory."""
+"""Checks the YAML next to the files of a dataset, because a small file with aliases can fill the memory."""
 
 from pathlib import Path
 

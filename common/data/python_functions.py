@@ -1,6 +1,7 @@
 """Extracts the functions of Python files, and their docstrings."""
 
 import ast
+import inspect
 import json
 import textwrap
 import warnings
@@ -43,6 +44,11 @@ def python_functions(text: str) -> Iterator[str]:
                 yield from visit(child)
 
     yield from visit(tree)
+
+
+def first_line(docstring: str) -> str:
+    """Returns the first line of a docstring that is indented as in its source."""
+    return inspect.cleandoc(docstring).split("\n")[0].strip()
 
 
 def find_docstring(function: str) -> tuple[str, int, int] | None:

@@ -11,10 +11,7 @@ BATCH_CHARACTERS = 1 << 20  # per tokenizer call, which temporarily uses about 1
 
 
 def text_of(row: Row, column: str, may_be_empty: bool = True) -> str:
-    """Returns a row's text; raises UserError if the column is missing or its value is not a valid string.
-
-    may_be_empty: also accepts texts that are empty or only whitespace.
-    """
+    """Returns a row's text; raises UserError: no such column, no valid string, or blank and not `may_be_empty`."""
     text = row.values.get(column)
     if not isinstance(text, str):
         from common.data.column_errors import no_text

@@ -49,7 +49,11 @@ def _scale_values(device: torch.device) -> Tensor:
 
 
 @torch.library.custom_op("recipes::unpack_nf4", mutates_args=())
-def _unpack(packed: Tensor, shape: Sequence[int], dtype: torch.dtype) -> Tensor:
+def unpack(packed: Tensor, shape: Sequence[int], dtype: torch.dtype) -> Tensor:
+    """Returns the dequantised weight (shape), by one operator: compiled layers call it, and plans allocate its result.
+
+    Without data if the packed bytes have none.
+    """
     from bitsandbytes import functional  # here because plans never dequantise, and it takes seconds
 
     size = torch.Size(shape)
@@ -61,17 +65,9 @@ def _unpack(packed: Tensor, shape: Sequence[int], dtype: torch.dtype) -> Tensor:
     return functional.dequantize_4bit(values[: -(-size.numel() // 2), None], state)
 
 
-@_unpack.register_fake
+@unpack.register_fake
 def _(packed: Tensor, shape: Sequence[int], dtype: torch.dtype) -> Tensor:
     return packed.new_empty(shape, dtype=dtype)
-
-
-def unpack(packed: Tensor, shape: torch.Size, dtype: torch.dtype) -> Tensor:
-    """Returns the dequantised weight (shape), by one operator: compiled layers call it, and plans allocate its result.
-
-    Without data if the packed bytes have none.
-    """
-    return _unpack(packed, shape, dtype)
 
 
 class PackedLinear(nn.Linear):

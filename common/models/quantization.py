@@ -44,7 +44,7 @@ def pack_layers(model: Any) -> None:
     """Replaces the 4-bit layers of bitsandbytes with layers whose weights are plain parameters (`models.packed`).
 
     On CPUs with AVX512-BF16, an evaluation with bitsandbytes' layers would also repack their weights, and return no
-    gradients from then on.
+    gradients afterwards.
     """
     from bitsandbytes.nn import Linear4bit
 
@@ -55,7 +55,7 @@ def pack_layers(model: Any) -> None:
         ):  # not in a layer without pretrained weights
             packed = pack(weight.data, weight.quant_state)
             model.set_submodule(name, PackedLinear(module, module.compute_dtype, packed))
-    # The model is an ordinary model of these layers from now on, as it is on ranks that load no weights.
+    # Now it is an ordinary model of these layers, as it is on ranks that load no weights.
     model.hf_quantizer.remove_quantization_config(model)
     model.is_loaded_in_4bit = False
 

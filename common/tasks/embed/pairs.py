@@ -8,7 +8,6 @@ The ranks and micro-batches share the texts of a global batch, not its pairs: te
 """
 
 import hashlib
-import inspect
 import itertools
 import math
 from collections import Counter
@@ -22,7 +21,7 @@ from transformers import PreTrainedTokenizerBase
 
 from common.data.cache import cached
 from common.data.column_checks import unused_columns
-from common.data.python_functions import derived_corpus, find_docstring
+from common.data.python_functions import derived_corpus, find_docstring, first_line
 from common.data.row_texts import batches, text_of
 from common.data.source_types import Corpus, Row, Source
 from common.data.sources import check_columns, open_source
@@ -118,7 +117,7 @@ def tokenize_pairs(
 def split_function(function: str) -> tuple[str, str] | None:
     """Returns (first line of a function's docstring, the lines after it), or None if it has no docstring."""
     docstring, _, end = find_docstring(function) or ("", 0, 0)
-    first = inspect.cleandoc(docstring).split("\n")[0].strip()
+    first = first_line(docstring)
     return (first, "\n".join(function.split("\n")[end:])) if first else None
 
 

@@ -90,14 +90,11 @@ def _retrieve(run: Any, vectors: Tensor, numbers: Tensor, num_pairs: int) -> dic
 
 def spearman(first: np.ndarray, second: np.ndarray) -> float:
     """Returns Spearman's rank correlation of two arrays (N,), equal values at their mean rank; NaN if all are equal."""
+    from scipy.stats import spearmanr  # here because the import takes a second, and few runs have scores
 
-    def ranks(values: np.ndarray) -> np.ndarray:
-        _, inverse, counts = np.unique(values, return_inverse=True, return_counts=True)
-        return (np.cumsum(counts) - (counts - 1) / 2)[inverse]
-
-    if min(len(np.unique(first)), len(np.unique(second))) < 2:
+    if min(len(np.unique(first)), len(np.unique(second))) < 2:  # scipy would warn
         return float("nan")
-    return float(np.corrcoef(ranks(first), ranks(second))[0, 1])
+    return float(spearmanr(first, second).statistic)
 
 
 def describe_results(results: dict[str, Any]) -> list[str]:

@@ -4,7 +4,6 @@ pairs = tokenize_pairs(Source(files=("train.jsonl",)), ("source", "target"), tok
 micro_batch = collate_pairs([pairs[0], pairs[1]], tokenizer.pad_token_id, config.decoder_start_token_id)
 """
 
-import inspect
 from collections import Counter
 from functools import partial
 from pathlib import Path
@@ -16,7 +15,7 @@ from transformers import PreTrainedTokenizerBase
 
 from common.data.cache import cached
 from common.data.column_checks import unused_columns
-from common.data.python_functions import derived_corpus, find_docstring
+from common.data.python_functions import derived_corpus, find_docstring, first_line
 from common.data.row_texts import batches, text_of
 from common.data.source_types import Corpus, Source
 from common.data.sources import check_columns, open_source
@@ -82,7 +81,7 @@ def split_docstring(function: str) -> tuple[str, str] | None:
     if not docstring.strip():
         return None
     lines = function.split("\n")
-    return "\n".join(lines[:start] + lines[end:]), inspect.cleandoc(docstring).split("\n")[0].strip()
+    return "\n".join(lines[:start] + lines[end:]), first_line(docstring)
 
 
 def _encode(
