@@ -10,7 +10,7 @@ import pytest
 from conftest import ROOT, launch, read_metrics, write_rows
 
 from common.data.cache import cached
-from common.files import CONTENTS
+from common.files import CONTENTS, size_and_digest
 from common.tasks.dpo.reference import is_cached
 
 TEXTS = {"tokens.bin": bytes(range(200)), "meta.json": b'{"tokens": 50}'}
@@ -76,7 +76,7 @@ def test_names_in_the_list_of_files_do_not_leave_the_entry(tmp_path):
     outside.write_bytes(b"1")
     directory = make(tmp_path / "cache", calls)
     listed = json.loads((directory / CONTENTS).read_text())
-    (directory / CONTENTS).write_text(json.dumps(listed | {"../../outside": [1, "0"]}))
+    (directory / CONTENTS).write_text(json.dumps(listed | {"../../outside": size_and_digest(outside)}))
     assert make(tmp_path / "cache", calls) == directory and len(calls) == 2
     assert outside.read_bytes() == b"1"
 
