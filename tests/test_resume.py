@@ -4,6 +4,7 @@ All is in use at once: an evaluation that falls on the save, --keep_best, dropou
 every mode it makes the update of one process.
 """
 
+import itertools
 import json
 import shutil
 
@@ -138,16 +139,26 @@ def flags(own, data, output_dir, processes, *more):
     return [*own, *base, "--max_grad_norm", 0.5, "--output_dir", output_dir, *more]
 
 
+def with_optimizers(recipes, *optimizers):
+    """Each recipe with each optimizer."""
+    pairs = itertools.product(recipes.items(), optimizers)
+    return {f"{name}-{optimizer}": [*own, "--optimizer", optimizer] for (name, own), optimizer in pairs}
+
+
 def recipes_of(config):
     if "sequence" in config or "tensor" in config:
-        return SHARING | {"lm-lora": ADAPTERS["lm-lora"]} if "sequence" in config else CUT
+        sharing = SHARING | {"lm-lora": ADAPTERS["lm-lora"]}
+        return sharing if "sequence" in config else CUT | with_optimizers({"lm": RECIPES["lm"]}, "muon")
     if config == "pipeline":
-        return {"pipeline": RECIPES["pipeline"]}
+        return {"pipeline": RECIPES["pipeline"]} | with_optimizers({"pipeline": RECIPES["pipeline"]}, "muon")
     if config not in EACH_WAY:
         return {name: RECIPES[name] for name in SOME} | {"lm-lora": ADAPTERS["lm-lora"]}
-    more = {} if config.startswith("zero") else QUANTIZED
-    more = more | ({"lm-muon": [*RECIPES["lm"], "--optimizer", "muon"]} if config == "fsdp2" else {})
-    return {name: own for name, own in RECIPES.items() if name != "pipeline"} | ADAPTERS | more
+    more, every = {} if config.startswith("zero") else QUANTIZED, RECIPES.keys() - {"pipeline"}
+    if config == "fsdp2":  # a recurrent network has no hidden matrix; the ConvNet's blocks would be in two shards
+        split = {name: RECIPES[name] for name in every} | {"long_sequence": TRANSFORMER}
+        more = more | with_optimizers(split, "muon")
+        more = more | with_optimizers({name: split[name] for name in every - {"vision"}}, "adamw8bit")
+    return {name: own for name, own in RECIPES.items() if name in every} | ADAPTERS | more
 
 
 def run_matrix(config, recipes, data, tmp_path, first=None, second=None):
