@@ -460,7 +460,7 @@ def test_what_cannot_be_learned_or_does_not_fit_is_refused(files, models, tmp_pa
 
 def test_a_model_from_scratch_learns_to_find_bodies(tmp_path):
     """Of other files; by chance 1 / 275 of them are first. An evaluation stops the run early, and the best is kept."""
-    given = ["--num_updates", 12, "--global_batch_size", 32, "--sequence_length", 32, "--eval_every", 6, "--keep_best"]
+    given = ["--num_updates", 60, "--global_batch_size", 32, "--sequence_length", 32, "--eval_every", 30, "--keep_best"]
     printed = launch(*given, "--output_dir", tmp_path / "run", script="recipes/embed.py").stdout
     results = results_of(tmp_path / "run")
     assert results["validation_loss"] < math.log(32) and results["recall_at_10"] > 2 * 10 / 275
