@@ -15,6 +15,7 @@ import argparse
 import datetime
 import importlib.util
 import json
+import math
 import os
 import platform
 import resource
@@ -154,6 +155,7 @@ def measure_tfidf():
 
 
 def measure_retrieval(args):
+    """Recall after each fine-tuning; the learning rate grows with the square root of the batch, as noise falls."""
     encoder = Path(importlib.util.find_spec(PACKAGE).submodule_search_locations[0])
     encoder = next(path.parent for path in encoder.rglob("config.json") if (path.parent / "tokenizer.json").exists())
     rows = [{"arm": "tf-idf"} | measure_tfidf()]
@@ -161,10 +163,12 @@ def measure_retrieval(args):
         output = args.work_dir / f"minilm-{batch}"
         updates = args.pairs // batch if batch else 1
         flags = ["--model_name_or_path", encoder, "--global_batch_size", batch or 32, "--num_updates", updates]
-        flags += ["--learning_rate", 2e-5 if batch else 1e-12, "--micro_batch_tokens", 4096]
+        rate = 2e-5 * math.sqrt(batch / 32) if batch else 1e-12
+        flags += ["--learning_rate", rate, "--micro_batch_tokens", 4096, "--sequence_length", LENGTH]
         results = run_recipe(args.work_dir, output, *flags)
         kept = {name: results[name] for name in ("recall_at_1", "recall_at_10", "mrr_at_10")}
-        rows.append({"arm": f"batch {batch}" if batch else "untouched", "updates": updates} | kept)
+        arm = f"batch {batch}" if batch else "untouched"
+        rows.append({"arm": arm, "updates": updates, "learning_rate": rate} | kept)
         print(rows[-1], flush=True)
     return rows
 
@@ -179,7 +183,7 @@ def main():
     parser.add_argument("--updates", type=int, default=3)
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--fine_tuned", nargs="+", type=int, default=[32, 256, 2048], help="global batches of MiniLM")
-    parser.add_argument("--pairs", type=int, default=16384, help="pairs that fine-tuning reads")
+    parser.add_argument("--pairs", type=int, default=12288, help="pairs that fine-tuning reads")
     parser.add_argument("--arm", choices=ARMS, help=argparse.SUPPRESS)
     parser.add_argument("--work_dir", type=Path, default=ROOT / "runs/embed")
     parser.add_argument("--output", type=Path, default=ROOT / "benchmarks/results/embed-cpu.json")

@@ -39,6 +39,15 @@ def caches(tmp_path_factory):
     os.environ["HF_HUB_OFFLINE"] = "1"
 
 
+@pytest.fixture(autouse=True)
+def environment():
+    """A test leaves the environment as it found it: another test of the same process would read what it set."""
+    before = dict(os.environ)
+    yield
+    os.environ.clear()
+    os.environ.update(before)
+
+
 # The files that take longest come first, so that at the end no worker has one alone.
 LONG = """resume plan token_budget checkpoint plan_limits modes layouts kills benchmarks lm docs multi_node slurm
     profile stops precision techniques adapters copies epochs launch meta liveness check""".split()

@@ -166,9 +166,9 @@ def test_only_the_missing_machine_is_admitted(meet, monkeypatch):
 def test_a_launch_on_several_machines_needs_a_token(meet, monkeypatch):
     config = str(ROOT / "accelerate_configs/multi_node.yaml")
     asked = parse_launch(["--config_file", config, "--machine_rank", "0", "recipes/lm.py"])
+    monkeypatch.delenv("LAUNCH_TOKEN", raising=False)
     for token, expected in ((None, "not set"), ("short", "not 16"), ("x" * 16, None)):
-        monkeypatch.delenv("LAUNCH_TOKEN", raising=False)
         if token:
-            os.environ["LAUNCH_TOKEN"] = token
+            monkeypatch.setenv("LAUNCH_TOKEN", token)
         lines = meet.check_token(asked)
         assert len(lines) == (expected is not None) and all(f"LAUNCH_TOKEN: {expected}" in line for line in lines)
