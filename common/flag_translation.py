@@ -112,13 +112,12 @@ FLAGS: dict[str, tuple[str, str]] = {
         "",
         "remove it; dpo.py always precomputes the reference log-probabilities",
     ),
-    "loss_type": ("", "remove it; each recipe has a single loss; dpo.py uses DPO's sigmoid loss"),
+    "loss_type": ("", "use --loss in dpo.py and embed.py; all other recipes have a single loss"),
     "completion_only_loss": ("S", "remove it; in rows with prompt and completion, only the completion is a target"),
     "assistant_only_loss": ("S", "remove it; in conversations, only the assistant's turns are targets"),
     "max_prompt_length": ("", "remove it; --sequence_length limits prompt and answer together"),
-    "reference_free": ("", "remove it; dpo.py always compares with the model before its first update"),
+    "reference_free": ("", "remove it; --loss orpo, simpo and cpo need no reference"),
     "disable_dropout": ("", "remove it; dropout is set by the model's config.json"),
-    "label_smoothing": ("", LOSS),
     "label_smoothing_factor": ("TS", LOSS),
     "neftune_noise_alpha": ("T", "remove it; no noise is added to embeddings"),
     "dtype": ("S", f"--mixed_precision PRECISION {LAUNCHER}; master weights are float32"),
@@ -201,6 +200,7 @@ ELSEWHERE = {
     "chat_template": "dpo.py, lm.py, moe.py and pipeline.py",
     "label_column": "classify.py and vision.py",
     "head_learning_rate": "classify.py and vision.py",
+    "loss": "dpo.py and embed.py",
     "metric": "classify.py, seq2seq.py and vision.py",
 }
 ELSEWHERE |= dict.fromkeys("completion_column prompt_column shape".split(), CAUSAL)
@@ -209,8 +209,8 @@ ELSEWHERE |= dict.fromkeys(
 )
 OWN = {
     "classify.py": "new_head pair_column task",
-    "dpo.py": "beta",
-    "embed.py": "anchor_column dimensions learn_temperature loss negative_columns no-normalize normalize pooling "
+    "dpo.py": "beta cpo_alpha label_smoothing simpo_gamma",
+    "embed.py": "anchor_column dimensions learn_temperature negative_columns no-normalize normalize pooling "
     "positive_column prompt_anchor prompt_positive score_column symmetric temperature",
     "long_sequence.py": "architecture hidden_size levels mlp_rows num_layers segments truncate",
     "moe.py": "balance balance_strength dense experts_per_token num_experts upcycle",

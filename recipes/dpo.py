@@ -1,4 +1,4 @@
-"""Tunes a causal language model by preferences (DPO, arXiv:2305.18290), on any machine that accelerate_configs/ names.
+"""Tunes a causal language model by preferences (DPO, ORPO and others), on any machine that accelerate_configs/ names.
 
 smallest run   accelerate launch --config_file accelerate_configs/cpu.yaml recipes/dpo.py
 one GPU        accelerate launch --config_file accelerate_configs/single_gpu.yaml recipes/dpo.py \\
@@ -9,7 +9,7 @@ resume         the same with --resume, after a stop or a crash; also on more or 
 
 A row has a `prompt` with a `chosen` and a `rejected` answer; or these two alone, which begin with the same prompt. Each
 is a text, or a list of messages. Without data, a function's body is to be preferred to its lines in reverse order.
-The reference, which the model is compared with, is the model before its first update.
+The reference, which most losses compare with, is the model before its first update.
 """
 
 import sys
@@ -20,7 +20,6 @@ from pathlib import Path
 sys.path.insert(1, str(Path(__file__).resolve().parent.parent))
 
 from common import arguments  # isort: skip  # before torch: see common/__init__.py
-from torch.nn.functional import logsigmoid
 from transformers import LlamaConfig
 
 from common.data.tokenizer import load_tokenizer, special_token_ids, train_tokenizer
@@ -30,6 +29,7 @@ from common.models.load import check_model, describe_use, load_config
 from common.parallel.shutdown import exit_on_user_error
 from common.report.predictions import measure
 from common.run import Run
+from common.tasks.dpo import losses
 from common.tasks.dpo.preferences import collate_preferences, columns_of, tokenize_preferences
 from common.tasks.dpo.reference import add_reference, describe_rewards, identify_reference, of_answers
 from common.training.accumulation import loss_scale, skip_step, synchronize_gradients
@@ -52,8 +52,7 @@ def parse_arguments():
     parser.set_defaults(global_batch_size=8, num_updates=200, weight_decay=0.0)
     group = parser.add_argument_group("preferences (--sequence_length limits the tokens of a prompt with one answer)")
     group.add_argument("--model_config", **arguments.one_of(MODEL_CONFIGS, "model from scratch (default: tiny)"))
-    about = "scale of log-probability differences; larger values keep the model closer to the reference"
-    group.add_argument("--beta", type=arguments.positive_float, default=0.1, help=about)
+    losses.add_loss_arguments(group)
     args = parser.parse_args()
     arguments.choose_model(parser, args, MODEL_CONFIGS, fine_tuning_rate=1e-6)
     return args
@@ -71,20 +70,14 @@ def load_data(args):
         shape = dict(zip(SHAPE, shape, strict=True), vocab_size=vocabulary, max_position_embeddings=positions)
         config = LlamaConfig(**shape, **special_token_ids(tokenizer), tie_word_embeddings=True)
     raise_errors(check_model(config, tokenizer, args.sequence_length))
-    reference = identify_reference(args)
-    pairs = partial(tokenize_preferences, tokenizer=tokenizer, length=args.sequence_length, reference=reference)
-    return tokenizer, config, pairs(source), held_out_source and pairs(held_out_source)
+    options = {"reference": identify_reference(args), "objective": losses.objective_of(args)}
+    pairs = partial(tokenize_preferences, tokenizer=tokenizer, length=args.sequence_length, **options)
+    return tokenizer, config, pairs(source), held_out_source and pairs(held_out_source, is_held_out=True)
 
 
 def predict(model, micro_batch):
     """Returns the summed loss of a micro-batch, and the implicit reward margin of each pair, (P,)."""
-
-    def loss_and_margins(answers):
-        rewards = micro_batch["target_beta"] * (answers - micro_batch["target_reference"])
-        margins = rewards[:, 0] - rewards[:, 1]
-        return -logsigmoid(margins).sum(), margins
-
-    return of_answers(model, micro_batch, loss_and_margins)
+    return of_answers(model, micro_batch, partial(losses.loss_and_margins, micro_batch=micro_batch))
 
 
 def sum_losses(model, micro_batch):
@@ -94,8 +87,8 @@ def sum_losses(model, micro_batch):
 
 def evaluate(run, model):
     """Returns the mean loss, reward accuracy and mean reward margin over all held-out pairs."""
-    losses, margins, _ = measure(run, model, predict)
-    return losses | {"accuracy": (margins > 0).mean().item(), "margin": margins.mean().item()}
+    metrics, margins, _ = measure(run, model, predict)
+    return metrics | {"accuracy": (margins > 0).mean().item(), "margin": margins.mean().item()}
 
 
 def train(args, run, model, optimizer, batches):
@@ -126,13 +119,13 @@ def train(args, run, model, optimizer, batches):
 
 def main():
     args = parse_arguments()
-    run = Run(args, sequences_per_sample=2, splits_sequences=False)
+    run = Run(args, losses.check_loss(args), sequences_per_sample=2, splits_sequences=False)
     tokenizer, config, train_set, held_out = load_data(args)
-    run.begin(config, tokenizer, train_set, held_out, "beta")
+    run.begin(config, tokenizer, train_set, held_out, *losses.FLAGS)
     model = build_base(args, config)
     loss_description = sum_token_losses(model, keeps_own_loss=False)  # model(...) now calls `loss_of(token_losses)`
     optimizer = make_optimizer(args.optimizer, model, args.learning_rate, args.weight_decay)
-    collate = partial(collate_preferences, pad_token_id=tokenizer.pad_token_id, beta=args.beta)
+    collate = partial(collate_preferences, pad_token_id=tokenizer.pad_token_id, objective=losses.objective_of(args))
     describe_use(model, config, tokenizer, train_set.end_tokens)
     model, optimizer = run.prepare(model, optimizer, collate, train_set, held_out, loss=loss_description)
     add_reference(run, model)

@@ -30,6 +30,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from common.data.chats import CHATML
 from common.errors import UserError
+from common.tasks.dpo.losses import Options, sum_answers
 from common.tasks.dpo.preferences import Pair, collate_preferences, mask_common_start, split_body, tokenize_preferences
 from common.tasks.dpo.reference import of_answers
 from common.training.linear_cross_entropy import linear_cross_entropy
@@ -141,6 +142,11 @@ def log_probability(model, prompt, answer):
     return logits.log_softmax(1).gather(1, ids[0, 1:, None])[len(prompt) - 1 :].sum()
 
 
+def options(*numbers):
+    """In float64, as in a micro-batch."""
+    return torch.tensor(Options(*numbers), dtype=torch.float64)
+
+
 @pytest.mark.parametrize("family", ["llama tied", "gemma2 soft-cap", "phi bias", "bert dense head", "bamba z-loss"])
 def test_loss_and_gradients_are_the_formulas(family):
     """In float64, where two of the answers begin alike. Controls: another beta, and another reference."""
@@ -161,18 +167,18 @@ def test_loss_and_gradients_are_the_formulas(family):
         return mask_common_start(*pair, 32)[0]
 
     pairs = [Pair(tuple(stored(*one)), number, np.zeros(2)) for number, one in enumerate(triples)]
-    micro_batch = collate_preferences(pairs, 0, beta=BETA) | {"target_beta": torch.tensor(BETA, dtype=torch.float64)}
+    micro_batch = collate_preferences(pairs, 0) | {"target_loss_sigmoid": options(BETA)}
     for one in (model, base):
         assert not sum_token_losses(one, chunk_rows=4, keeps_own_loss=False).startswith(OWN_LOSS)
     with torch.no_grad():
-        reference = of_answers(base, micro_batch, lambda answers: answers)
+        reference = of_answers(base, micro_batch, partial(sum_answers, places=micro_batch["target_places"]))
     loss, margins = dpo.predict(model, micro_batch | {"target_reference": reference})
     # Bamba's state space is float32's in a model of any type, and with it the length of a batch shows.
     torch.testing.assert_close(loss, sum(terms), rtol=1e-7 if "bamba" in family else 1e-12, atol=0)
     assert margins.shape == (3,)
     found = torch.autograd.grad(loss, list(model.parameters()))
     assert relative_difference(found, expected) < 1e-6  # some norms are float32's
-    for other in ({"target_beta": torch.tensor(0.2)}, {"target_reference": reference.flip(1)}):
+    for other in ({"target_loss_sigmoid": options(0.2)}, {"target_reference": reference.flip(1)}):
         assert abs(dpo.predict(model, {"target_reference": reference} | micro_batch | other)[0] - loss) > 1e-3
 
 

@@ -1,15 +1,15 @@
 """Turns preference pairs into samples: a chosen and a rejected sequence that begin with the same prompt.
 
     pairs = tokenize_preferences(Source(files=("train.jsonl",)), tokenizer, length=512)
-    micro_batch = collate_preferences([pairs[0], pairs[1]], tokenizer.pad_token_id, beta=0.1)
+    micro_batch = collate_preferences([pairs[0], pairs[1]], tokenizer.pad_token_id)
 
-The targets are the tokens of the answers, starting at the first difference. Tokens before the first difference are not
-targets: their log-probabilities are equal in both sequences, and cancel because the loss contains only differences.
+The targets are the tokens of the answers. If the loss contains only differences of log-probabilities, the targets start
+at the first difference, because before it the log-probabilities are equal in both sequences and cancel.
 """
 
+import copy
 from collections import Counter
 from collections.abc import Iterator
-from itertools import zip_longest
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -21,7 +21,7 @@ from common.data.cache import cached
 from common.data.chats import encode_chats, start_rendering
 from common.data.examples import encode_texts, mark_targets
 from common.data.limited_process import LimitedProcess
-from common.data.messages import TRAINING_KEYS, history_of, is_wanted, messages_of, with_system
+from common.data.messages import TRAINING_KEYS, Message, history_of, messages_of, with_system
 from common.data.python_functions import derived_corpus, find_docstring
 from common.data.row_texts import batches
 from common.data.sample_writing import corpus_facts
@@ -30,11 +30,9 @@ from common.data.sources import check_columns, open_source
 from common.data.token_store import TokenStore, TokenWriter, split_targets
 from common.data.tokenizer import Encoded, no_more_threads, tokenizer_identity
 from common.errors import UserError, reading
+from common.tasks.dpo.losses import SIGMOID, Objective
+from common.tasks.dpo.rows import ANSWERS, CONTEXT, PROMPTS, check_row, find_missing_prompts
 from common.training.padding import round_up
-
-ANSWERS = ("chosen", "rejected")
-CONTEXT = ("system", "history", "tools")  # columns with the context of messages
-PROMPTS = ("instruction", "question", "query", "problem", "input")  # names of the prompt column in other datasets
 
 
 def columns_of(source: Source) -> tuple[str, ...] | None:
@@ -54,6 +52,8 @@ def tokenize_preferences(
     length: int,
     reference: str = "",
     cache_dir: str | Path | None = None,
+    objective: Objective = SIGMOID,
+    is_held_out: bool = False,
 ) -> "Preferences":
     """Tokenises the rows of a source once into the cache and opens the result.
 
@@ -64,7 +64,9 @@ def tokenize_preferences(
 
     Args:
         length: maximum number of input tokens of a prompt with an answer; longer sequences are truncated at the end.
-        reference: identity of the reference model.
+        reference: identity of the reference model; "" without a reference.
+        objective: if its loss depends on the tokens that begin both answers, these are targets too.
+        is_held_out: whether a mean over tokens is over all pairs, not over those of each global batch.
 
     Raises UserError with file and location if something cannot be read or yields no sample.
     """
@@ -74,15 +76,15 @@ def tokenize_preferences(
     corpus = open_source(source)
     if source.embedded:
         corpus = embedded_preferences(corpus, source.text_column)
-    columns = _columns_of(corpus)
+    columns, is_whole = _columns_of(corpus), objective.loss.is_whole
     directory = cached(
         "preferences",
-        [corpus.identity, columns, tokenizer_identity(tokenizer), length],
-        lambda partial: _write(partial, corpus, columns, tokenizer, length),
+        [corpus.identity, columns, tokenizer_identity(tokenizer), length, *["whole"] * is_whole],
+        lambda partial: _write(partial, corpus, columns, tokenizer, length, is_whole),
         cache_dir,
     )
     no_more_threads()
-    return Preferences(directory, length, reference)
+    return Preferences(directory, length, reference, objective, is_held_out=is_held_out)
 
 
 def embedded_preferences(corpus: Corpus, text_column: str) -> Corpus:
@@ -103,67 +105,6 @@ def split_body(function: str) -> tuple[str, str] | None:
     return "\n".join(lines[:end]) + "\n", "\n".join(lines[end:])
 
 
-def _check_row(row: Row, columns: tuple[str, ...]) -> None:
-    """Raises UserError unless the row has two answers to the same prompt, both as texts or both as messages."""
-    if missing := [name for name in ANSWERS if name not in row.values]:
-        from common.data.column_errors import missing_column
-
-        raise UserError(missing_column(row.where, missing, tuple(row.values)))
-    values: dict[str, Any] = {name: row.values.get(name) for name in columns}
-    lists, texts = ([name for name in columns if isinstance(values[name], list) is kind] for kind in (True, False))
-    if not lists and row.values.get("prompt") and "prompt" not in columns:
-        raise UserError(f"{row.where}: has a prompt, but the first row has none; give all rows a prompt, or none")
-    if not lists:
-        if given := [name for name in CONTEXT if row.values.get(name)]:  # these columns require messages
-            raise UserError(
-                f"{row.where}: {', '.join(given)}: needs a prompt of messages, but the prompt is a text; write prompt, "
-                'chosen and rejected as messages, [{"role": "user", "content": ...}]'
-            )
-        return
-    if set(ANSWERS) & set(texts):
-        raise UserError(
-            f"{row.where}: {', '.join(lists)} {'has' if len(lists) == 1 else 'have'} messages, and {', '.join(texts)} "
-            f"{'has' if len(texts) == 1 else 'have'} not; write all as messages"
-        )
-    answers = [messages_of(row, name) for name in ANSWERS]
-    for name, messages in zip(ANSWERS, answers, strict=True):
-        if not messages or messages[-1]["role"] != "assistant":
-            raise UserError(f"{row.where}: {name} does not end with a message of the assistant; fix or remove the row")
-        questions = [str(message.get("content")).strip() for message in messages if message["role"] == "user"]
-        if isinstance(values.get("prompt"), str) and values["prompt"].strip() not in questions:
-            raise UserError(
-                f"{row.where}: {name} has no user message with the text of prompt; write prompt as messages, "
-                'such as [{"role": "user", "content": ...}]'
-            )
-    first, differing = next(((n, both) for n, both in enumerate(zip_longest(*answers)) if both[0] != both[1]), (0, ()))
-    if any(message is None or message["role"] != "assistant" for message in differing):
-        raise UserError(
-            f"{row.where}: chosen and rejected differ before an answer of the assistant; give both the same prompt, or "
-            "remove the row"
-        )
-    for name, messages in zip(ANSWERS, answers, strict=True):
-        if any(is_wanted(message, f"{row.where}: column {name}") is False for message in messages[first:]):
-            raise UserError(
-                f"{row.where}: {name} has an answer of weight 0, but all of an answer is compared; remove its "
-                f"{' or '.join(key for key in TRAINING_KEYS if any(key in message for message in messages))}"
-            )
-
-
-def _missing_prompts(row: Row, columns: tuple[str, ...]) -> list[str]:
-    """Returns the columns of `PROMPTS` whose text `chosen` does not contain; [] if there is a column `prompt`."""
-    chosen = row.values[ANSWERS[0]]
-    is_chat = isinstance(chosen, list)
-    content = "\n".join(str(message.get("content")) for message in chosen) if is_chat else str(chosen)
-    texts = {name: row.values.get(name) for name in PROMPTS if "prompt" not in columns}
-    missing = [name for name, text in texts.items() if isinstance(text, str) and text.strip() not in content]
-    if missing and not (is_chat and any(message["role"] == "user" for message in chosen)):
-        raise UserError(
-            f"{row.where}: there is no prompt, and chosen does not contain the text of column {missing[0]}; name that "
-            "column prompt, or write its text in chosen and rejected"
-        )
-    return missing
-
-
 def _encode(
     batch: list[Row],
     columns: tuple[str, ...],
@@ -171,25 +112,49 @@ def _encode(
     tokenizer: PreTrainedTokenizerBase,
     counts: Counter,
     process: LimitedProcess,
+    is_whole: bool,
 ) -> Iterator[Encoded]:
-    """Yields the encoded prompt and answer of each row; `answer` is a column name."""
+    """Yields the encoded prompt and answer of each row; `answer` is a column name.
+
+    is_whole: the targets are the messages from the first that differs; otherwise all of the assistant's.
+    """
     if not isinstance(batch[0].values.get(answer), list):
         return encode_texts(batch, ("prompt", answer) if "prompt" in columns else (answer,), tokenizer, counts)
     rows = []
     for row in batch:
         with reading(row.where):
-            messages = messages_of(row, answer)
-            # A text prompt is in the messages too (`_check_row`). Only some datasets repeat prompt messages there.
-            prompt = messages_of(row, "prompt") if isinstance(row.values.get("prompt"), list) else []
-            messages = messages if messages[: len(prompt)] == prompt else prompt + messages
-            first = messages[:1] if messages[0]["role"] in ("system", "developer") else []
-            chat = with_system(row, [*first, *history_of(row), *messages[len(first) :]])
+            chat = _chat_of(row, answer)
+            if is_whole:
+                both = zip(*(_chat_of(row, name) for name in ANSWERS), strict=False)
+                num_common = next((n for n, (a, b) in enumerate(both) if a != b), len(chat))
+                chat = [*map(_as_context, chat[:num_common]), *chat[num_common:]]
             rows.append(row._replace(values={answer: chat, "tools": row.values.get("tools")}))
     return encode_chats(rows, tokenizer, counts, process, answer)
 
 
+def _chat_of(row: Row, answer: str) -> list[Message]:
+    """Returns the messages of prompt and answer, with those of the columns `CONTEXT`."""
+    messages = messages_of(row, answer)
+    # A text prompt is in the messages too (`rows.check_row`). Only some datasets repeat prompt messages there.
+    prompt = messages_of(row, "prompt") if isinstance(row.values.get("prompt"), list) else []
+    messages = messages if messages[: len(prompt)] == prompt else prompt + messages
+    first = messages[:1] if messages[0]["role"] in ("system", "developer") else []
+    return with_system(row, [*first, *history_of(row), *messages[len(first) :]])
+
+
+def _as_context(message: Message) -> Message:
+    """Returns the message, marked as no target."""
+    marks = {"weight": 0} if message["role"] == "assistant" else {}
+    return {key: value for key, value in message.items() if key not in TRAINING_KEYS} | marks
+
+
 def _write(
-    directory: Path, corpus: Corpus, columns: tuple[str, ...], tokenizer: PreTrainedTokenizerBase, sequence_length: int
+    directory: Path,
+    corpus: Corpus,
+    columns: tuple[str, ...],
+    tokenizer: PreTrainedTokenizerBase,
+    sequence_length: int,
+    is_whole: bool,
 ) -> None:
     """Fills a store with rows of (chosen, rejected); the column `targets` has the number of targets of each."""
     counts = Counter(dict.fromkeys(("pairs", "truncated", "dropped", "empty", "max_length"), 0))
@@ -197,17 +162,21 @@ def _write(
         for batch in batches(corpus, columns + (CONTEXT if "prompt" in columns else CONTEXT + PROMPTS)):
             for row in batch:
                 with reading(row.where):
-                    _check_row(row, columns)
-                    corpus.unused.update(_missing_prompts(row, columns))
-            both = [_encode(batch, columns, answer, tokenizer, counts, process) for answer in ANSWERS]
+                    check_row(row, columns)
+                    corpus.unused.update(find_missing_prompts(row, columns))
+            both = [_encode(batch, columns, answer, tokenizer, counts, process, is_whole) for answer in ANSWERS]
+            has_prompt = "prompt" in columns or isinstance(batch[0].values[ANSWERS[0]], list)
             for chosen, rejected in zip(*both, strict=True):
                 if chosen[0][:1] != rejected[0][:1]:  # a first token cannot be a target
                     eos = tokenizer.eos_token_id
                     chosen, rejected = (([eos, *ids], [False, *mask]) for ids, mask, _ in (chosen, rejected))
                 pair, num_cut, is_early = mask_common_start(chosen[:2], rejected[:2], sequence_length)
+                differs = any((stored >= 0).any() for stored in pair)
+                if is_whole and has_prompt:
+                    pair = [mark_targets(answer[0], answer[1], sequence_length) for answer in (chosen, rejected)]
                 counts["part early"] += is_early
                 num_targets = [int((stored >= 0).sum()) for stored in pair]
-                if not any(num_targets):
+                if not differs or (is_whole and not all(num_targets)):
                     counts["dropped"] += 1
                     continue
                 writer.append(*pair, targets=num_targets)
@@ -246,6 +215,7 @@ class Pair(NamedTuple):
     answers: tuple[np.ndarray, ...]  # chosen, rejected; a dummy sample has one answer of one token
     number: int | None  # index of the pair; None for a dummy sample
     reference: np.ndarray  # (2,), reference log-probabilities of chosen and rejected; zeros until computed
+    nll_scale: float = 0.0  # factor of the token losses in the loss's NLL, in the summed loss of the global batch
 
 
 class Preferences(TokenStore):
@@ -253,16 +223,49 @@ class Preferences(TokenStore):
 
     unit = "tokens"
 
-    def __init__(self, directory: str | Path, sequence_length: int, reference: str, values: Path | None = None) -> None:
+    def __init__(
+        self,
+        directory: str | Path,
+        sequence_length: int,
+        reference: str,
+        objective: Objective = SIGMOID,
+        values: Path | None = None,
+        is_held_out: bool = False,
+    ) -> None:
         super().__init__(directory, ANSWERS)
-        self.sequence_length, meta = sequence_length, self.meta
+        self.sequence_length, self.objective, self.is_held_out, meta = (
+            sequence_length,
+            objective,
+            is_held_out,
+            self.meta,
+        )
         self._targets = self.column("targets").reshape(-1, 2)
         self.num_target_tokens, self.num_dropped = meta["pairs"], meta["dropped"]
         self.max_length = 2 * meta["max_length"]
         self.end_tokens = meta["end_tokens"]
         self.fingerprint = f"{meta['content']}-{sequence_length}"  # equal if all pairs are equal
         self.identity = {"reference": reference}  # identifies a run, in addition to its data
+        self.nll_scale = self._nll_scale(np.arange(len(self)))
         self.set_reference(values)
+
+    def _nll_scale(self, ids: np.ndarray) -> float:
+        """Returns the factor by which the mean NLL of these pairs' tokens, times their number, becomes a sum."""
+        if not self.objective.loss.nll:
+            return 0.0
+        return self.objective.nll_weight * len(ids) / int(self._num_nll_tokens(ids).sum())
+
+    def _num_nll_tokens(self, ids: np.ndarray) -> np.ndarray:
+        """Returns the number of tokens of each chosen answer in the loss's NLL, int64."""
+        is_sequence = self.objective.loss.nll == "sequence"
+        return super().lengths(ids)[:, 0] - 1 if is_sequence else self._targets[ids, 0]
+
+    def of_batch(self, ids: np.ndarray) -> tuple["Preferences", np.ndarray]:
+        """Returns the pairs of a global batch as a dataset, and their ids; the held-out set is averaged as a whole."""
+        if self.is_held_out or not self.objective.loss.nll:
+            return self, ids
+        samples = copy.copy(self)
+        samples.nll_scale = self._nll_scale(ids)
+        return samples, ids
 
     def set_reference(self, path: Path | None) -> None:
         """Sets the .npy file with the reference log-probabilities of all pairs, (pairs, 2); None: zeros."""
@@ -270,12 +273,13 @@ class Preferences(TokenStore):
         self._reference = None if path is None else np.load(path, mmap_mode="r")
 
     def __reduce__(self) -> tuple[Any, ...]:
-        return Preferences, (self.directory, self.sequence_length, self.identity["reference"], self._values)
+        options = self.identity["reference"], self.objective, self._values, self.is_held_out
+        return Preferences, (self.directory, self.sequence_length, *options)
 
     def __getitem__(self, index: int) -> Pair:
         answers = tuple(map(np.array, self.row(index).values()))
         reference = np.zeros(2, np.float32) if self._reference is None else np.array(self._reference[index])
-        return Pair(answers, int(index), reference)
+        return Pair(answers, int(index), reference, self.nll_scale)
 
     def dummy_sample(self) -> Pair:
         """Returns a sample of one token, which belongs to no pair."""
@@ -296,7 +300,8 @@ class Preferences(TokenStore):
 
     def num_predicted(self, ids: np.ndarray) -> np.ndarray:
         """Returns the number of predicted tokens of each pair, in both answers together, int64."""
-        return self._targets[ids].sum(1)
+        own = self._num_nll_tokens(ids) if self.objective.loss.nll else self._targets[ids, 0]
+        return own + self._targets[ids, 1]
 
     def describe(self) -> str:
         """Returns the description of the pairs for the run summary."""
@@ -310,7 +315,7 @@ class Preferences(TokenStore):
 
 
 def collate_preferences(
-    samples: list[Pair], pad_token_id: int, beta: float, multiple_of: int = 1
+    samples: list[Pair], pad_token_id: int, objective: Objective = SIGMOID, multiple_of: int = 1
 ) -> dict[str, torch.Tensor]:
     """Pads P pairs on the right into one micro-batch; chosen and rejected answers alternate in adjacent rows.
 
@@ -320,22 +325,29 @@ def collate_preferences(
         `input_ids` (2 P, L).
         `target_tokens` (N,) of all answers, and `target_rows` (N,), the flattened input positions that predict them.
         `target_places` (2 P, T): indices into `target_tokens` of each answer's targets, padded with N.
-        `targets` (P,): ones; `target_pairs` (P,): the pair indices; `target_reference` (P, 2); and `target_beta`.
+        `targets` (P,): ones; `target_pairs` (P,): the pair indices; `target_reference` (P, 2).
+        `target_nll` (M,): indices into `target_tokens` of the tokens in the NLL, and its factor `target_nll_scale`; if
+        the NLL includes the prompt, `target_tokens` does too.
+        `target_loss_NAME` (3,): the options of the loss of this name.
     """
     rows = [stored for sample in samples for stored in sample.answers]
     real = [sample for sample in samples if sample.number is not None]
     length = round_up(max(1, *(len(stored) - 1 for stored in rows)), max(1, multiple_of // 2))
     input_ids = np.full((len(rows), length), pad_token_id, np.int64)
-    tokens, predicting_rows = [], []
+    tokens, predicting_rows, of_answer = [], [], []
     for number, stored in enumerate(rows):
         ids, targets, predicted = split_targets(stored)
         input_ids[number, : max(1, len(ids) - 1)] = ids[: max(1, len(ids) - 1)]
+        of_answer.append(np.arange(len(targets)))
+        if objective.loss.nll == "sequence" and number % 2 == 0:
+            of_answer[-1], targets, predicted = predicted, ids[1:], np.arange(len(ids) - 1)
         tokens.append(targets)
         predicting_rows.append(number * length + predicted)
     offsets = np.cumsum([0, *map(len, tokens)])
-    places = np.full((2 * len(real), max(map(len, tokens))), offsets[-1])
-    for number, row in enumerate(places):
-        row[: len(tokens[number])] = np.arange(offsets[number], offsets[number + 1])
+    places = np.full((2 * len(real), max(map(len, of_answer))), offsets[-1])
+    for row, start, own in zip(places, offsets, of_answer, strict=False):
+        row[: len(own)] = start + own
+    in_nll = [np.arange(*offsets[n : n + 2]) for n in range(0, 2 * len(real) if objective.loss.nll else 0, 2)]
     micro_batch = {
         "input_ids": input_ids,
         "targets": np.ones(len(real), np.float32),
@@ -344,6 +356,8 @@ def collate_preferences(
         "target_places": places,
         "target_pairs": np.array([sample.number for sample in real], np.int64),
         "target_reference": np.array([sample.reference for sample in real], samples[0].reference.dtype).reshape(-1, 2),
+        "target_nll": np.concatenate([np.zeros(0, np.int64), *in_nll]),
     }
     tensors = {name: torch.from_numpy(array) for name, array in micro_batch.items()}
-    return tensors | {"target_beta": torch.tensor(beta)}
+    tensors["target_nll_scale"] = torch.tensor(samples[0].nll_scale)
+    return tensors | {f"target_loss_{objective.name}": torch.tensor(objective.options)}

@@ -7,11 +7,11 @@ precision, without dropout. Therefore they equal the model's own values before i
 import argparse
 import time
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import numpy as np
 import torch
-import torch.nn.functional as F
 import transformers
 from torch import Tensor, nn
 from tqdm import tqdm
@@ -24,31 +24,32 @@ from common.models import adapters
 from common.parallel.distributed_mode import current_mode
 from common.parallel.liveness import decided_by_main
 from common.process import this_process
+from common.tasks.dpo.losses import LOSSES, sum_answers
 
 FILE = "reference.npy"
 
 
 def identify_reference(args: argparse.Namespace) -> str:
-    """Returns the identity of the reference: a hash of its files, a hub name and commit, or a model size and a seed."""
+    """Returns the identity of the reference: a hash of its files, a hub name and commit, or a model size and a seed.
+
+    It is "" if the loss needs no reference.
+    """
+    if not LOSSES[args.loss].needs_reference:
+        return ""
     if not args.model_name_or_path:
         return f"{args.model_config}, seed {args.seed}"
     return identify_pretrained(args.model_name_or_path)
 
 
 def of_answers(model: nn.Module, micro_batch: dict[str, Tensor], loss_of: Callable[[Tensor], Any]) -> Any:
-    """Returns `loss_of(log_probabilities)` of P pairs; log_probabilities (P, 2): of each chosen and rejected answer.
+    """Returns `loss_of(losses)` of the token losses (N,) of a micro-batch.
 
     Args:
         model: a model that `sum_token_losses` has changed.
         loss_of: if gradients are needed, its result is a tuple that begins with the loss.
     """
-
-    def of_tokens(losses: Tensor) -> Any:
-        answers = F.pad(losses, (0, 1))[micro_batch["target_places"]]  # (2 P, T); padding reads the appended 0
-        return loss_of(-answers.sum(1).view(-1, 2))
-
     tokens = {"targets": micro_batch["target_tokens"], "target_rows": micro_batch["target_rows"]}
-    return model(input_ids=micro_batch["input_ids"], **tokens, loss_of=of_tokens)
+    return model(input_ids=micro_batch["input_ids"], **tokens, loss_of=loss_of)
 
 
 def describe_rewards(results: dict[str, Any]) -> list[str]:
@@ -60,9 +61,12 @@ def describe_rewards(results: dict[str, Any]) -> list[str]:
 
 
 def add_reference(run: Any, model: nn.Module) -> None:
-    """Adds reference log-probabilities to all pairs of a prepared `Run`; call it before loading a checkpoint."""
+    """Adds reference log-probabilities to all pairs of a prepared `Run`; call it before loading a checkpoint.
+
+    Without effect if the loss needs no reference.
+    """
     args = run.args
-    if this_process().has_fake_weights or args.dry_run:
+    if this_process().has_fake_weights or args.dry_run or not LOSSES[args.loss].needs_reference:
         return
     loader, order = run.load(), []
     # A run of at most one epoch needs the reference of the pairs in its updates only.
@@ -120,7 +124,7 @@ def _compute(run: Any, model: nn.Module, loader: Any) -> np.ndarray:
     for batch in tqdm(loader, desc="reference", unit="batch", disable=hidden):
         num_pairs += batch.num_samples
         for micro_batch, _ in run.micro_batches(batch):
-            own_values.append(of_answers(model, micro_batch, lambda answers: answers))
+            own_values.append(of_answers(model, micro_batch, partial(sum_answers, places=micro_batch["target_places"])))
             own_numbers.append(micro_batch["target_pairs"])
     model.train()
     gather, pad = run.accelerator.gather, run.accelerator.pad_across_processes

@@ -1,0 +1,192 @@
+"""Losses of preference tuning: functions of the log-probabilities of each chosen and each rejected answer.
+
+A score is the log-probability of an answer; if the loss needs a reference, minus the reference's log-probability. It is
+a sum over the tokens of the answer, or their mean (`Loss.is_averaged`). `difference`: score of chosen minus rejected.
+
+An update's loss is the mean over the pairs of the global batch. CPO and ORPO add the negative log-likelihood (NLL) of
+the chosen answers: a mean over their tokens in the global batch. All losses equal those of TRL for the same batch.
+"""
+
+import argparse
+from collections.abc import Callable
+from typing import NamedTuple
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from common import arguments
+
+
+class Options(NamedTuple):
+    """Numbers in the formulas: floats, or scalar tensors."""
+
+    beta: float | Tensor = 0.1
+    label_smoothing: float | Tensor = 0.0
+    simpo_gamma: float | Tensor = 0.5
+
+
+class Loss(NamedTuple):
+    """A loss of pairs. The docstring of its `function` states the formula and its source.
+
+    function: maps scores (P, 2), of each chosen and rejected answer, to losses (P,).
+    """
+
+    function: Callable[[Tensor, Options], Tensor]
+    needs_reference: bool = True
+    is_whole: bool = False  # whether tokens at the beginning that both answers share have an effect
+    is_averaged: bool = False
+    nll: str = ""  # tokens whose mean NLL is added: "answer", or "sequence" with the prompt; of the chosen answers
+    flags: tuple[str, ...] = ()  # flags that only some losses use
+
+
+def _difference(scores: Tensor) -> Tensor:
+    return scores[:, 0] - scores[:, 1]
+
+
+def _smoothed(logits: Tensor, options: Options) -> Tensor:
+    smoothing = options.label_smoothing
+    return -(1 - smoothing) * F.logsigmoid(logits) - smoothing * F.logsigmoid(-logits)
+
+
+def sigmoid(scores: Tensor, options: Options) -> Tensor:
+    """DPO (arXiv:2305.18290, eq. 7): -log sigmoid(beta * difference)."""
+    return -F.logsigmoid(options.beta * _difference(scores))
+
+
+def ipo(scores: Tensor, options: Options) -> Tensor:
+    """IPO (arXiv:2310.12036, eq. 17; beta is its tau), averaged: (difference - 1 / (2 * beta))^2."""
+    return (_difference(scores) - 1 / (2 * options.beta)).square()
+
+
+def hinge(scores: Tensor, options: Options) -> Tensor:
+    """Hinge loss of RSO (arXiv:2309.06657, eq. 11; beta is its gamma): max(0, 1 - beta * difference)."""
+    return F.relu(1 - options.beta * _difference(scores))
+
+
+def robust(scores: Tensor, options: Options) -> Tensor:
+    """Robust DPO (arXiv:2403.00409) for a share s of swapped pairs.
+
+    -((1 - s) * log sigmoid(beta * difference) - s * log sigmoid(-beta * difference)) / (1 - 2 * s)
+    """
+    logits, smoothing = options.beta * _difference(scores), options.label_smoothing
+    clean, flipped = (1 - smoothing) * F.logsigmoid(logits), smoothing * F.logsigmoid(-logits)
+    return (flipped - clean) / (1 - 2 * smoothing)
+
+
+def orpo(scores: Tensor, options: Options) -> Tensor:
+    """ORPO (arXiv:2403.07691, eq. 6 and 7; beta is its lambda), averaged, plus the NLL of prompt and chosen answer.
+
+    -beta * log sigmoid(log odds(chosen) - log odds(rejected)), log odds(y) = score(y) - log(1 - exp(score(y)))
+    """
+    scores = scores.clamp(max=-torch.finfo(scores.dtype).eps)  # the odds of a certain answer would be infinite
+    log_odds = scores - torch.log(-torch.expm1(scores))
+    return -options.beta * F.logsigmoid(_difference(log_odds))
+
+
+def simpo(scores: Tensor, options: Options) -> Tensor:
+    """SimPO (arXiv:2405.14734, eq. 6), averaged: -log sigmoid(beta * difference - gamma).
+
+    With label smoothing s: (1 - s) times this, plus s times -log sigmoid(gamma - beta * difference).
+    """
+    return _smoothed(options.beta * _difference(scores) - options.simpo_gamma, options)
+
+
+def cpo(scores: Tensor, options: Options) -> Tensor:
+    """CPO (arXiv:2401.08417, eq. 3 and 5): -log sigmoid(beta * difference), plus alpha * NLL of the chosen answer.
+
+    With label smoothing s: (1 - s) times the first term, plus s times -log sigmoid(-beta * difference).
+    """
+    return _smoothed(options.beta * _difference(scores), options)
+
+
+LOSSES = {
+    "sigmoid": Loss(sigmoid),
+    "ipo": Loss(ipo, is_whole=True, is_averaged=True),
+    "hinge": Loss(hinge),
+    "robust": Loss(robust, flags=("label_smoothing",)),
+    "orpo": Loss(orpo, needs_reference=False, is_whole=True, is_averaged=True, nll="sequence"),
+    "simpo": Loss(simpo, False, is_whole=True, is_averaged=True, flags=("label_smoothing", "simpo_gamma")),
+    "cpo": Loss(cpo, False, is_whole=True, nll="answer", flags=("label_smoothing", "cpo_alpha")),
+}
+DEFAULTS = {"label_smoothing": 0.0, "simpo_gamma": 0.5, "cpo_alpha": 1.0}
+FLAGS = ("loss", "beta", *DEFAULTS)  # the flags that affect an update
+
+
+class Objective(NamedTuple):
+    """A loss by name, its options, and the weight of its NLL."""
+
+    name: str = "sigmoid"
+    options: Options = Options()
+    nll_weight: float = 1.0
+
+    @property
+    def loss(self) -> Loss:
+        """The entry of `LOSSES`."""
+        return LOSSES[self.name]
+
+
+SIGMOID = Objective()
+
+
+def add_loss_arguments(group: argparse._ArgumentGroup) -> None:
+    """Adds --loss and its options to a parser's group."""
+    about = "loss of a pair (default: sigmoid, which is DPO's); docs/dpo.md has the formulas"
+    group.add_argument("--loss", default="sigmoid", **arguments.one_of(LOSSES, about))
+    about = "scale of log-probability differences; weight of the odds ratio in orpo (default: 0.1)"
+    group.add_argument("--beta", type=arguments.positive_float, default=0.1, help=about)
+    about = "share of pairs whose answers are swapped, below 0.5; for robust, simpo and cpo"
+    group.add_argument("--label_smoothing", type=arguments.not_negative_float, metavar="S", help=about)
+    about = "target margin of simpo (default: 0.5)"
+    group.add_argument("--simpo_gamma", type=arguments.not_negative_float, metavar="G", help=about)
+    about = "weight of the chosen answers' likelihood in cpo (default: 1)"
+    group.add_argument("--cpo_alpha", type=arguments.not_negative_float, metavar="A", help=about)
+
+
+def check_loss(args: argparse.Namespace) -> list[str]:
+    """Returns a line for each option that the loss does not use or support; sets the defaults of the others."""
+    problems = []
+    for name, default in DEFAULTS.items():
+        users = [loss for loss, entry in LOSSES.items() if name in entry.flags]
+        if getattr(args, name) is None:
+            setattr(args, name, default)
+        elif args.loss not in users:
+            problems.append(f"--{name} has no effect with --loss {args.loss}; remove it (it is for {', '.join(users)})")
+    if args.label_smoothing >= 0.5:
+        problems.append(f"--label_smoothing {args.label_smoothing:g} is not below 0.5; pass a smaller share")
+    if args.loss == "robust" and not args.label_smoothing:
+        problems.append("--loss robust needs the share of swapped pairs; pass --label_smoothing, or use --loss sigmoid")
+    return problems
+
+
+def objective_of(args: argparse.Namespace) -> Objective:
+    """Returns the loss and options in flags that `check_loss` has checked."""
+    options = Options(args.beta, args.label_smoothing, args.simpo_gamma)
+    return Objective(args.loss, options, args.cpo_alpha if args.loss == "cpo" else 1.0)
+
+
+def sum_answers(losses: Tensor, places: Tensor) -> Tensor:
+    """Returns the log-probabilities of chosen and rejected answers, (P, 2).
+
+    losses: token losses (N,). places: (2 P, T), indices of each answer's tokens in `losses`, padded with N.
+    """
+    return -F.pad(losses, (0, 1))[places].sum(1).view(-1, 2)  # padding reads the appended 0
+
+
+def loss_and_margins(losses: Tensor, micro_batch: dict[str, Tensor]) -> tuple[Tensor, Tensor]:
+    """Returns the summed loss of P pairs, and their reward margins (P,), where beta times a score is a reward.
+
+    losses: token losses (N,). micro_batch: that of `collate_preferences`.
+    """
+    name = next(name for name in LOSSES if f"target_loss_{name}" in micro_batch)
+    loss, options = LOSSES[name], Options(*micro_batch[f"target_loss_{name}"].unbind())
+    places = micro_batch["target_places"]
+    scores = sum_answers(losses, places)
+    if loss.needs_reference:
+        scores = scores - micro_batch["target_reference"]
+    if loss.is_averaged:
+        scores = scores / (places < len(losses)).sum(1).view(-1, 2).clamp(min=1)
+    total = loss.function(scores, options).sum()
+    if loss.nll:
+        total = total + micro_batch["target_nll_scale"] * losses[micro_batch["target_nll"]].sum()
+    return total, options.beta * _difference(scores)
