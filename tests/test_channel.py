@@ -1,7 +1,6 @@
 """Only the processes of a launch take part in it, whatever others send to its ports."""
 
 import json
-import os
 import socket
 import sys
 import threading
