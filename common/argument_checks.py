@@ -67,7 +67,7 @@ def _resolve_batch(args: Arguments, on_cpu: bool, traits: Traits, grid: ProcessG
     if args.micro_batch_size or not tokens and (grid.pipeline > 1 or not traits.lengths_vary):
         from common.rare_arguments import resolve_micro_batch_size
 
-        return list(resolve_micro_batch_size(args, on_cpu, longest, default_tokens, grid))
+        return list(resolve_micro_batch_size(args, on_cpu, longest, default_tokens, grid, traits))
     args.micro_batch_tokens = tokens or default_tokens
     return []
 

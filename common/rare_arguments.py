@@ -24,12 +24,14 @@ MICRO_BATCHES_PER_STAGE = 4  # so that the pipeline bubble is at most a fifth of
 
 
 def resolve_micro_batch_size(
-    args: Arguments, on_cpu: bool, longest: int, default_tokens: int, grid: ProcessGrid
+    args: Arguments, on_cpu: bool, longest: int, default_tokens: int, grid: ProcessGrid, traits: Traits
 ) -> Iterator[str]:
     """Sets the default micro-batch size, if none is passed; yields one line per mistake.
 
     longest: tokens of the longest possible sample. default_tokens: default of --micro_batch_tokens.
     """
+    if traits.shares_texts:
+        return  # each global batch has its own number of texts, so any micro-batch size fits
     world, batch_size = grid.data_parallel, args.global_batch_size
     if not args.micro_batch_size:
         # The largest divisor of `share` up to `most`: it saturates a device, or leaves a pipeline enough micro-batches.

@@ -75,9 +75,9 @@ def load_data(args):
     source, held_out_source = arguments.text_sources(args)
     columns = pairs.choose_columns(args, source)
     config, tokenizer = encoder.choose_model(args, MODEL_CONFIGS, source, columns)
-    options = columns, tokenizer, args.sequence_length, (args.prompt_anchor, args.prompt_positive)
-    train_set = pairs.tokenize_pairs(source, *options)
-    held_out = held_out_source and pairs.tokenize_pairs(held_out_source, *options)
+    options = tokenizer, args.sequence_length, (args.prompt_anchor, args.prompt_positive)
+    train_set = pairs.tokenize_pairs(source, columns, *options)
+    held_out = held_out_source and pairs.tokenize_held_out(args, held_out_source, columns, *options)
     pairs.check_pairs(args, train_set)
     return tokenizer, config, train_set, held_out
 
@@ -127,7 +127,7 @@ def train(args, run, model, optimizer, batches):
 
 def main():
     args = parse_arguments()
-    run = Run(args, encoder.check_arguments(args), splits_sequences=False)
+    run = Run(args, encoder.check_arguments(args), splits_sequences=False, shares_texts=True)
     tokenizer, config, train_set, held_out = load_data(args)
     run.begin(config, tokenizer, train_set, held_out, *FLAGS, model_class=AutoModel)
     model = encoder.build_encoder(args, config)

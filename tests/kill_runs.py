@@ -224,7 +224,8 @@ def outcome(out):
     exact = ("update", "loss", "grad_norm", "learning_rate", "sample_digest")
     lines = [json.loads(line) for line in (out / "metrics.jsonl").read_text().splitlines()]
     digest = hashlib.sha256(json.dumps([[line[key] for key in exact] for line in lines]).encode())
-    digest.update((out / "model/model.safetensors").read_bytes())
+    (weights,) = (out / "model").glob("*.safetensors")  # a model's or an adapter's
+    digest.update(weights.read_bytes())
     return digest.hexdigest()
 
 

@@ -311,7 +311,5 @@ def test_what_does_not_go_together_is_refused(files, tmp_path):
     assert_mistake(result, "--micro_batch_tokens 100 does not hold the longest sample")
     command = launch_command("sequence_parallel")
     result = run([*command, "recipes/dpo.py", "--train_file", files[0], *out], CUDA_VISIBLE_DEVICES="")
-    assert_refused(
-        result, "sp_size to 2, and this recipe's loss needs all tokens of an answer; set it to 1", lines=None
-    )
+    assert_refused(result, "sp_size to 2, and this recipe's loss needs all tokens of a text; set it to 1", lines=None)
     assert not (tmp_path / "out").exists()

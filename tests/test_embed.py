@@ -21,7 +21,7 @@ from conftest import (
     stdlib_functions,
     write_jsonl,
 )
-from transformers import AutoModel, AutoTokenizer, BertConfig, LlamaConfig
+from transformers import AutoModel, AutoTokenizer, BertConfig, LlamaConfig, T5Config, T5EncoderModel
 
 from common.data.source_types import Source
 from common.errors import UserError
@@ -116,6 +116,34 @@ def test_rows_become_texts_of_anchors_then_positives_then_negatives(tokenizer, c
     assert micro_batch["target_rows"].tolist() == [0, 2] and micro_batch["target_positions"].tolist() == [2, 1]
     assert micro_batch["attention_mask"].sum(1).tolist() == micro_batch["target_lengths"].tolist()
     assert len(micro_batch["targets"]) == 1
+
+
+def columns_in(path, row, trained=None, **given):
+    """The columns that are chosen for a file with this row. given: flags."""
+    names = ("anchor_column", "positive_column", "negative_columns", "score_column", "loss")
+    return choose_columns(SimpleNamespace(**dict.fromkeys(names) | given), source_of(path, [row]), trained)
+
+
+def test_columns_with_known_names_are_found(tmp_path):
+    """Every name of an anchor with every name of a positive; held-out data have their own."""
+    for names, others, given in (
+        (("question", "passage"), ("id", "source"), {}),
+        (("query", "document"), ("source",), {}),
+        (("sentence1", "answer"), (), {}),
+        (("query", "positive"), ("anchors", "passage"), {}),
+        (("sentence1", "sentence2"), ("source", "target"), {}),
+        (("q", "answer"), ("question",), {"anchor_column": "q"}),
+    ):
+        row = dict.fromkeys([*others, *names], "a")
+        assert columns_in(tmp_path / f"{'-'.join(names)}.jsonl", row, **given) == Columns(*names), names
+    with_negatives, scored = Columns("a", "b", ("negative",)), Columns("a", "b", (), "score")
+    pair = {"query": "a", "passage": "b", "score": 1}
+    assert columns_in(tmp_path / "1.jsonl", pair, with_negatives) == Columns("query", "passage")
+    assert columns_in(tmp_path / "2.jsonl", pair | {"negative": "c"}, scored) == Columns(
+        "query", "passage", (), "score"
+    )
+    with pytest.raises(UserError, match="no column score; there are: query, passage"):
+        columns_in(tmp_path / "3.jsonl", {"query": "a", "passage": "b"}, scored)
 
 
 def test_mistakes_in_rows_are_named(tokenizer, cache, tmp_path):
@@ -300,9 +328,11 @@ LORA = ["--lora_rank", 4, "--pooling", "last"]
 CUTS = {
     "one": ("bert", 1, ["--micro_batch_tokens", 4096, *ALL], {}),
     "three": ("bert", 1, ["--micro_batch_tokens", 512, *ALL], {}),
-    "many": ("bert", 1, ["--micro_batch_size", 3, *ALL], {}),
+    "many": ("bert", 1, ["--micro_batch_size", 4, *ALL], {}),
     "two": ("bert", 2, ["--micro_batch_tokens", 256, *ALL], {}),
     "fsdp2": ("bert", ("fsdp2", 2), ["--micro_batch_tokens", 256, *ALL], {}),
+    "four": ("bert", 4, ["--micro_batch_tokens", 128, *ALL], {}),
+    "fsdp2 four": ("bert", ("fsdp2", 4), ["--micro_batch_size", 2, *ALL], {}),
     "alone": ("bert", 2, ["--micro_batch_tokens", 256, *ALL], {"own_texts": 1}),
     "lora": ("llama", 1, ["--micro_batch_tokens", 4096, *LORA], {}),
     "lora two": ("llama", 2, ["--micro_batch_tokens", 256, *LORA], {}),
@@ -327,11 +357,12 @@ def cuts(files, models, tmp_path_factory):
 
 def test_every_cut_makes_the_same_update(cuts):
     """Control: ranks that contrast their own texts only."""
-    assert_same_update(cuts, "one", "three", "many", "two", "fsdp2")
+    whole = ("one", "three", "many", "two", "fsdp2", "four", "fsdp2 four")
+    assert_same_update(cuts, *whole)
     assert_same_update(cuts, "lora", "lora two")
     assert_same_update(cuts, "scores", "scores two")
     assert relative_difference(cuts["alone"][0], cuts["one"][0]) > 1e-2
-    for first, *others in (("one", "three", "many", "two", "fsdp2"), ("lora", "lora two"), ("scores", "scores two")):
+    for first, *others in (whole, ("lora", "lora two"), ("scores", "scores two")):
         expected = results_of(cuts[first][2])
         names = ("spearman",) if first == "scores" else ("recall_at_1", "recall_at_10", "mrr_at_10")
         for name in ("validation_loss", *names):
@@ -442,11 +473,21 @@ def test_what_cannot_be_learned_or_does_not_fit_is_refused(files, models, tmp_pa
     same = write_jsonl(tmp_path / "same.jsonl", [{"anchor": f"a {n}", "positive": "b"} for n in range(8)])
     equal = [{"anchor": f"a {n}", "positive": f"b {n}", "score": 1} for n in range(8)]
     equal = write_jsonl(tmp_path / "equal.jsonl", equal)
+    scored = [{"anchor": f"a {n}", "positive": f"b {n}", "score": n} for n in range(8)]
+    scored = write_jsonl(tmp_path / "scored.jsonl", scored)
+    anchors = write_jsonl(tmp_path / "anchors.jsonl", [{"anchor": "a", "positive": f"b {n}"} for n in range(8)])
+    T5EncoderModel(T5Config(vocab_size=384, d_model=8, d_kv=4, d_ff=8, num_layers=1)).save_pretrained(tmp_path / "t5")
     bare = write_jsonl(tmp_path / "bare.jsonl", [{"anchor": f"a {n}", "positive": f"b {n}"} for n in range(8)])
     given = ["--global_batch_size", 4, "--output_dir", tmp_path / "out", "--train_file"]
     for more, problem in (
         ([same], "all positives are equal, so nothing can be learned"),
+        ([anchors], "all anchors are equal, so nothing can be learned"),
         ([equal], "all scores are equal"),
+        ([scored, "--symmetric"], "--symmetric has no effect with CoSENT, the loss of pairs with a score"),
+        ([scored, "--no-normalize"], "--no-normalize: CoSENT, the loss of pairs with a score, compares cosines"),
+        ([scored, "--score_column", "score", "--loss", "contrastive"], "--score_column score has no effect with"),
+        ([f"{bare}:1", f"{scored}:2"], "files of pairs cannot be mixed by weights; remove the weights from"),
+        ([bare, "--model_name_or_path", tmp_path / "t5"], "t5 is an encoder-decoder; use an encoder or a decoder"),
         ([bare, "--global_batch_size", 1], "--global_batch_size 1: the loss compares the pairs of a global batch"),
         ([bare, "--loss", "cosent"], "--loss cosent needs a score for each pair"),
         ([bare, "--model_name_or_path", models / "llama", "--pooling", "cls"], "--pooling cls: in a decoder .llama."),

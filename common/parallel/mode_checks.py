@@ -129,7 +129,7 @@ def _check_parts(launch: Launch, traits: Traits) -> list[str]:
         return [f"{asked} {stages}, and this recipe has no stages; run recipes/pipeline.py, or take another config"]
     if launch.grid.sequence > 1 and not traits.splits_sequences:
         asked = f"{launch.source} sets parallelism_config_sp_size to {launch.grid.sequence}"
-        return [f"{asked}, and this recipe's loss needs all tokens of an answer; set it to 1, or take another config"]
+        return [f"{asked}, and this recipe's loss needs all tokens of a text; set it to 1, or take another config"]
     return []
 
 

@@ -99,20 +99,21 @@ def print_run(
     stages: Any = getattr(model, "pipeline_stages", None)
     if stages is not None:  # this process holds a single stage
         total, trainable = stages.num_parameters
-    if args.micro_batch_size:
-        steps = args.global_batch_size // (args.micro_batch_size * grid.data_parallel)
+    steps = len(first.micro_batches)
+    if args.micro_batch_size and args.global_batch_size == args.micro_batch_size * steps * grid.data_parallel:
         batch = f"{args.global_batch_size} = {args.micro_batch_size} micro x {steps} accumulation"
     else:
-        batch = f"{args.global_batch_size} in micro-batches of up to {args.micro_batch_tokens} tokens per process, "
+        limit = f"{args.micro_batch_size} texts" if args.micro_batch_size else f"{args.micro_batch_tokens} tokens"
+        batch = f"{args.global_batch_size} in micro-batches of up to {limit} per process, "
         batch += "accumulated as each global batch needs,"
     grid_lines = {}
     if grid.data_parallel < world:
         from common.report.grid import describe_grid
 
-        grid_lines = describe_grid(grid, len(first.micro_batches), args.shared("micro_batch_tokens"))
+        grid_lines = describe_grid(grid, steps, args.shared("micro_batch_tokens"))
     updates, mean_targets = _describe_length(args, train)
     targets = f"{mean_targets:,.0f} an update on average; the first: "
-    targets += f"{first.num_targets:,} in {len(first.micro_batches)} micro-steps on each process"
+    targets += f"{first.num_targets:,} in {steps} micro-steps on each process"
     precision = getattr(model, "own_precision", None)  # set for models with a fixed precision
     if precision is None:
         precision = describe_precision(accelerator)

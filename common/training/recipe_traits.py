@@ -18,6 +18,7 @@ class Traits:
     lengths_vary: bool = True  # whether samples have different lengths, so that --micro_batch_tokens applies
     size_flags: tuple[str, ...] = ("sequence_length",)  # flags whose sum is the maximum length of a sample, in tokens
     sequences_per_sample: int = 1  # 2 for preference pairs
+    shares_texts: bool = False  # whether --micro_batch_size counts texts, of which a sample has several
     splits_sequences: bool = True  # whether a process can compute the loss of a part of a sequence
     pipeline_schedule: str | None = None  # schedule of the pipeline's stages; None: the recipe has no stages
     compiles_layers: bool = True  # whether a large model's layers are compiled on a GPU, without --compile

@@ -15,6 +15,7 @@ from torch import Tensor, nn
 from transformers import (
     MODEL_FOR_CAUSAL_LM_MAPPING,
     MODEL_FOR_MASKED_LM_MAPPING,
+    MODEL_FOR_SEQ_TO_SEQ_CAUSAL_LM_MAPPING,
     AutoModel,
     BertConfig,
     PreTrainedConfig,
@@ -30,7 +31,7 @@ from common.models.load import build_model, check_model, load_config
 from common.models.model_setup import without_wrapper
 from common.process import this_process
 from common.tasks.embed.contrast import LOWEST_TEMPERATURE
-from common.tasks.embed.pairs import FLAGS, Columns, Pairs
+from common.tasks.embed.pairs import FLAGS, Columns, Pairs, check_loss
 from common.tasks.embed.replay import Predict
 from common.training.batching import Collate
 from common.training.recipe_traits import Arguments
@@ -51,10 +52,7 @@ def check_arguments(args: Arguments) -> Iterator[str]:
         yield f"--temperature {args.temperature:g} is too low; use at least {LOWEST_TEMPERATURE:g}"
     if args.shared("micro_batch_tokens") == "auto":
         yield "--micro_batch_tokens auto: texts are embedded twice per update; pass a number (--plan predicts memory)"
-    if args.loss == "cosent" and args.symmetric:
-        yield "--symmetric has no effect with --loss cosent; remove it"
-    if not args.normalize and args.loss == "cosent":
-        yield "--loss cosent compares cosines; remove --no-normalize"
+    yield from check_loss(args)
     if args.validation_file and not (args.train_file or args.dataset_name):
         yield "--validation_file needs --train_file or --dataset_name; name the training data"
     if args.negative_columns and not (args.train_file or args.dataset_name):
@@ -105,7 +103,7 @@ def _is_causal(config: PreTrainedConfig) -> bool:
 def _check_model(args: Arguments, config: PreTrainedConfig, is_causal: bool) -> Iterator[str]:
     """Yields a line for each flag that does not fit the model."""
     name = args.model_name_or_path
-    if getattr(config, "is_encoder_decoder", False):
+    if getattr(config, "is_encoder_decoder", False) or type(config) in MODEL_FOR_SEQ_TO_SEQ_CAUSAL_LM_MAPPING:
         yield f"--model_name_or_path {name}: {config.model_type} is an encoder-decoder; use an encoder or a decoder"
     if is_causal and args.pooling == "cls":
         yield f"--pooling cls: in a decoder ({config.model_type}), the first token sees no other; use last or mean"

@@ -11,6 +11,7 @@ import hashlib
 import itertools
 import math
 from collections import Counter
+from collections.abc import Iterator
 from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -27,19 +28,22 @@ from common.data.source_types import Corpus, Row, Source
 from common.data.sources import check_columns, open_source
 from common.data.token_store import TokenStore, TokenWriter
 from common.data.tokenizer import no_more_threads, tokenizer_identity
-from common.errors import UserError
+from common.errors import UserError, raise_errors
 from common.training.recipe_traits import Arguments
 from common.training.token_rows import pad_rows
 
-# Names of anchor and positive in datasets, the most specific first.
+# Names of anchor and positive in datasets: usual pairs, the most specific first, then all others.
+ANCHORS = ("anchor", "query", "question", "sentence1", "source")
+POSITIVES = ("positive", "passage", "document", "answer", "sentence2", "target")
 KNOWN = (
     ("anchor", "positive"),
     ("query", "positive"),
     ("query", "passage"),
     ("sentence1", "sentence2"),
     ("question", "answer"),
-    ("source", "target"),
+    *itertools.product(ANCHORS, POSITIVES),
 )
+FORMAT = 2  # increase this when the meaning of a cached file changes
 FLAGS = "--anchor_column, --positive_column, --negative_columns, --score_column"
 
 
@@ -57,8 +61,11 @@ class Columns(NamedTuple):
         return (self.anchor, self.positive, *self.negatives, *([self.score] if self.score else []))
 
 
-def choose_columns(args: Arguments, source: Source) -> Columns:
-    """Returns the columns that the flags name, or those with a known name. Raises UserError: a column is missing."""
+def choose_columns(args: Arguments, source: Source, trained: Columns | None = None) -> Columns:
+    """Returns the columns that the flags name, or those with a known name. Raises UserError: a column is missing.
+
+    trained: those of the training data, if these are held-out data, which need a score if the training data have one.
+    """
     if source.parts:
         raise UserError("files of pairs cannot be mixed by weights; remove the weights from --train_file")
     if source.embedded:
@@ -68,8 +75,10 @@ def choose_columns(args: Arguments, source: Source) -> Columns:
     pair = max(known, key=lambda pair: len(set(pair) & set(corpus.columns)))
     numbered = [name for name in corpus.columns if name.startswith("negative_") and name[9:].isdigit()]
     found = [*(["negative"] * ("negative" in corpus.columns)), *sorted(numbered, key=lambda name: int(name[9:]))]
-    negatives = tuple(args.negative_columns or found)
     score = args.score_column or ("score" if "score" in corpus.columns and args.loss != "contrastive" else None)
+    if trained is not None:
+        score, found = trained.score, [] if trained.score else found
+    negatives = tuple(args.negative_columns or found)
     if args.loss == "cosent" and not score:
         raise UserError(f"{corpus.name}: --loss cosent needs a score for each pair; name its --score_column")
     columns = Columns(*pair, negatives, score)
@@ -106,12 +115,17 @@ def tokenize_pairs(
     check_columns(corpus, columns.names, FLAGS)
     directory = cached(
         "embedding-pairs",
-        [corpus.identity, columns, tokenizer_identity(tokenizer), length, prompts],
+        [FORMAT, corpus.identity, columns, tokenizer_identity(tokenizer), length, prompts],
         lambda partial: _write_pairs(partial, corpus, columns, tokenizer, length, prompts),
         cache_dir,
     )
     no_more_threads()
     return Pairs(directory)
+
+
+def tokenize_held_out(args: Arguments, source: Source, trained: Columns, *options: Any) -> "Pairs":
+    """Returns `tokenize_pairs` of held-out data, which may have no negatives, and other known names of columns."""
+    return tokenize_pairs(source, choose_columns(args, source, trained), *options)
 
 
 def split_function(function: str) -> tuple[str, str] | None:
@@ -158,7 +172,7 @@ def _write_pairs(
 ) -> None:
     """Fills a store with the texts of each pair, and columns: hash of each text, end and score of each pair."""
     counts = Counter(dict.fromkeys(("pairs", "negatives", "truncated", "max_length"), 0))
-    seen: dict[str, set] = {"positives": set(), "scores": set()}
+    seen: dict[str, set] = {"anchors": set(), "positives": set(), "scores": set()}
     with TokenWriter(directory, hashes=[], ends=[0], scores=[]) as writer:
         for batch in batches(corpus, columns.names):
             groups = [_texts_of(row, columns, prompts) for row in batch]
@@ -180,7 +194,7 @@ def _write_pairs(
                     ends=[2 * counts["pairs"] + counts["negatives"]],
                     scores=[int(np.float64(score).view(np.int64))],
                 )
-                for values, item in ((seen["positives"], hashes[1]), (seen["scores"], score)):
+                for values, item in zip(seen.values(), (*hashes[:2], score), strict=True):
                     if len(values) < 2:  # two are enough to know that they differ
                         values.add(item)
         if not counts["pairs"]:
@@ -338,12 +352,25 @@ def collate_texts(
     }
 
 
+def check_loss(args: Arguments) -> Iterator[str]:
+    """Yields one line for each flag that does not fit --loss."""
+    if args.loss == "contrastive" and args.score_column:
+        yield f"--score_column {args.score_column} has no effect with --loss contrastive; remove one of them"
+    if args.loss == "cosent" and args.symmetric:
+        yield "--symmetric has no effect with CoSENT, the loss of pairs with a score; remove it"
+    if args.loss == "cosent" and not args.normalize:
+        yield "--no-normalize: CoSENT, the loss of pairs with a score, compares cosines; remove it"
+
+
 def check_pairs(args: Arguments, pairs: Pairs) -> None:
-    """Sets the default of --loss. Raises UserError: nothing can be learned from these training pairs."""
+    """Sets the default of --loss. Raises UserError: a flag does not fit it, or nothing can be learned from pairs."""
     args.loss, location = "cosent" if pairs.is_scored else "contrastive", pairs.meta["name"]
+    raise_errors(check_loss(args))
     if pairs.is_scored and not pairs.differ["scores"]:
         raise UserError(f"{location}: all scores are equal, so no order can be learned; use pairs of different scores")
     if not pairs.is_scored and not pairs.num_negatives and not pairs.differ["positives"]:
         raise UserError(f"{location}: all positives are equal, so nothing can be learned; use others, or add negatives")
+    if not pairs.is_scored and not pairs.num_negatives and not pairs.differ["anchors"]:
+        raise UserError(f"{location}: all anchors are equal, so nothing can be learned; use others, or add negatives")
     if args.global_batch_size == 1 and not pairs.num_negatives:
         raise UserError("--global_batch_size 1: the loss compares the pairs of a global batch; use at least 2")
