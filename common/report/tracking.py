@@ -100,12 +100,10 @@ def print_run(
     if stages is not None:  # this process holds a single stage
         total, trainable = stages.num_parameters
     steps = len(first.micro_batches)
-    if args.micro_batch_size and args.global_batch_size == args.micro_batch_size * steps * grid.data_parallel:
-        batch = f"{args.global_batch_size} = {args.micro_batch_size} micro x {steps} accumulation"
-    else:
+    batch = f"{args.global_batch_size} = {args.micro_batch_size} micro x {steps} accumulation"
+    if args.global_batch_size != (args.micro_batch_size or 0) * steps * grid.data_parallel:
         limit = f"{args.micro_batch_size} texts" if args.micro_batch_size else f"{args.micro_batch_tokens} tokens"
-        batch = f"{args.global_batch_size} in micro-batches of up to {limit} per process, "
-        batch += "accumulated as each global batch needs,"
+        batch = f"{args.global_batch_size} in micro-batches of up to {limit} per process, accumulated as needed,"
     grid_lines = {}
     if grid.data_parallel < world:
         from common.report.grid import describe_grid
