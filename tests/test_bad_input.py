@@ -7,19 +7,21 @@ import json
 import re
 import shutil
 import sys
+from contextlib import suppress
 from types import SimpleNamespace
 
 import pytest
-from conftest import ROOT, assert_mistake, make_model_dir, run_recipe_alone, write_rows
+from conftest import ROOT, assert_mistake, make_model_dir, run_recipe_alone, write_jsonl, write_rows
 from transformers import AutoModelForSeq2SeqLM, AutoTokenizer, BertConfig
 
-from common.data.hub import load_split
+from common.data.hub import held_out_splits, load_split
 from common.data.source_types import Source
 from common.data.sources import check_sources
 from common.data.tokenizer import load_tokenizer
 from common.errors import UserError
 from common.models.load import load_config
 from common.run import Run
+from common.tasks.vision.image_files import folder as load_folder
 from tools.checkpoint.__main__ import main as checkpoint_command
 
 recipe = functools.partial(run_recipe_alone, "lm.py")
@@ -239,6 +241,39 @@ def test_a_column_that_is_not_there_is_told_with_its_flag(name, column, tmp_path
     module, args = parsed(name, monkeypatch, "--train_file", rows, f"--{column}", "foo")
     with pytest.raises(UserError, match=rf"no column foo; .*\({COLUMN_FLAGS[name, column]}\)"):
         module.load_data(args)
+
+
+COLUMNS_TWICE = {
+    "classify": ("text", "--pair_column"),
+    "embed": ("anchor", "--positive_column"),
+    "embed ": ("positive", "--negative_columns"),
+    "lm": ("prompt", "--completion_column"),
+    "seq2seq": ("source", "--target_column"),
+}
+
+
+@pytest.mark.parametrize("name", COLUMNS_TWICE)
+def test_a_column_with_two_uses_is_refused(name, tmp_path, monkeypatch):
+    """Control: the defaults, in the next parse of the same flags."""
+    names = ["source", "target"] if name == "seq2seq" else "text label anchor positive prompt completion".split()
+    rows = [{column: f"{column} {number // 2}" for column in names} for number in range(8)]
+    rows = write_jsonl(tmp_path / "rows.jsonl", rows)
+    column, flag = COLUMNS_TWICE[name]
+    module, args = parsed(name.strip(), monkeypatch, "--train_file", rows, flag, column)
+    with pytest.raises(UserError, match=rf"rows.jsonl: column {column} is selected twice; .* \(.*{flag}"):
+        module.load_data(args)
+    module, args = parsed(name.strip(), monkeypatch, "--train_file", rows)
+    module.load_data(args)
+
+
+def test_the_home_of_an_unknown_user_is_a_missing_path(tmp_path):
+    path = "~nosuchuser/a"
+    assert_mistake(recipe("--train_file", f"{path}.txt", "--output_dir", tmp_path / "run"), f"{path}.txt: no such file")
+    assert_mistake(recipe("--train_file", " ", "--output_dir", tmp_path / "run"), "^error: ' ': no such file")
+    for use in (load_config, load_folder, lambda path: list(held_out_splits(path, None))):
+        with suppress(UserError):
+            use(path)
+    assert not (tmp_path / "run").exists()
 
 
 @pytest.mark.parametrize("name", sorted(path.stem for path in (ROOT / "recipes").glob("*.py")))

@@ -506,3 +506,15 @@ def test_a_model_from_scratch_learns_to_find_bodies(tmp_path):
     results = results_of(tmp_path / "run")
     assert results["validation_loss"] < math.log(32) and results["recall_at_10"] > 2 * 10 / 275
     assert f"first 10 for {results['recall_at_10']:.1%}" in printed and results["best"]["checkpoint"]
+
+
+def test_a_prompt_that_leaves_no_text_or_is_no_text_is_refused(tmp_path):
+    rows = write_jsonl(tmp_path / "rows.jsonl", [{"anchor": f"a {n}", "positive": f"b {n}"} for n in range(64)])
+    flags = ["--train_file", rows, "--output_dir", tmp_path / "run", "--sequence_length", 16]
+    for prompt, pattern in {
+        "a b " * 9: "of [0-9]+ tokens leaves no text in --sequence_length 16",
+        "\udcff": "not UTF-8",
+    }.items():
+        result = run_recipe_alone("embed.py", *flags, "--prompt_positive", prompt)
+        assert_mistake(result, f"--prompt_positive .*{pattern}")
+    assert not (tmp_path / "run").exists()

@@ -4,6 +4,7 @@ import csv
 import io
 import itertools
 import json
+import math
 import os
 import random
 import re
@@ -130,7 +131,11 @@ def test_mutated_rows_are_used_or_refused_in_a_line(kind, words, tmp_path):
     assert outcomes == {True, False} or kind in ("pairs", "preferred messages")
 
 
-# Each ended in a traceback.
+def deep(depth):
+    return {"a": deep(depth - 1)} if depth else {}
+
+
+# Each ended in a traceback, or was used.
 ODD_ROWS = [
     ("conversations", {"conversations": [{"from": ["x"], "value": "hi"}, {"from": "gpt", "value": "a"}]}, "from"),
     ("messages", {"messages": [{"role": ["user"], "content": "hi"}, said("assistant", "ok")]}, "not a list"),
@@ -145,6 +150,8 @@ ODD_ROWS = [
         {"chosen": [{"role": None, "content": "a"}], "rejected": [said("assistant", "no")]},
         "not a l",
     ),
+    ("messages", {"messages": [said("user", "hi"), said("assistant", "ok", tool_calls=[deep(480)])]}, "too deeply"),
+    ("labels", {"text": "do", "label": "\ud800"}, "column label: half a surrogate pair"),
 ]
 
 
@@ -211,6 +218,10 @@ ODD_SETTINGS = [
     ("config.json", {"num_hidden_layers": 10**8}, "num_hidden_layers 100000000, above 10000"),
     ("config.json", {"vocab_size": 10**13}, "6.4e.14 parameters, too many to train"),
     ("config.json", {"num_hidden_layers": "2"}, "num_hidden_layers"),
+    ("config.json", {"num_hidden_layers": -3}, "num_hidden_layers -3, not above 0"),
+    ("config.json", {"attention_dropout": math.nan}, "attention_dropout nan, not a number"),
+    ("config.json", {"rope_parameters": {"rope_type": "default", "rope_theta": 0}}, "rope_theta 0, not above 0"),
+    ("config.json", {"quantization_config": {"load_in_4bit": True}}, "quantized by bitsandbytes and cannot be trained"),
     ("config.json", b"[]", "config.json"),
     ("generation_config.json", {"eos_token_id": {"a": 1}}, "eos_token_id .*not the id of a token"),
     ("generation_config.json", {"pad_token_id": "x"}, "pad_token_id 'x', not the id of a token"),
@@ -218,6 +229,10 @@ ODD_SETTINGS = [
     ("tokenizer_config.json", {"model_max_length": [3]}, "one of its files: .*model_max|cannot be"),
     ("tokenizer_config.json", {"chat_template": 5}, "chat_template|cannot be"),
     ("tokenizer.json", {"model": []}, "cannot be loaded"),
+    ("tokenizer.json", {"normalizer": {"type": "Prepend", "prepend": "x" * 1_000_000}}, "more than 100 times longer"),
+    ("tokenizer.json", {"post_processor": {"type": "TemplateProcessing", "pair": [], "special_tokens": {}} | {
+        "single": [{"SpecialToken": {"id": "x", "type_id": 0}}]}}, "no entry found for key"),
+    ("tokenizer_config.json", {"tokenizer_class": "BertTokenizer"}, "Missing .UNK. token"),
 ]  # fmt: skip
 
 

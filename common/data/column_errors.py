@@ -25,6 +25,17 @@ def missing_column(location: str, missing: list[str], columns: list[str] | tuple
     return f"{location}: no column {', '.join(missing)}; there are: {present}; name or add the right one"
 
 
+def wrong_columns(location: str, wanted: tuple[str, ...], columns: tuple[str, ...], flags: str) -> str:
+    """Returns the message for required columns of which one is missing or has two uses; `flags` select them."""
+    missing = [column for column in wanted if column not in columns]
+    twice = next((column for column in wanted if wanted.count(column) > 1), None)
+    if missing or twice is None:
+        line = missing_column(location, missing, columns)
+    else:
+        line = f"{location}: column {twice} is selected twice; select a different column for each use"
+    return line + (f" ({flags})" if flags else "")
+
+
 def no_text(row: Row, column: str) -> str:
     """Returns the message for a row without a text in a column."""
     if column not in row.values:

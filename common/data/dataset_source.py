@@ -47,7 +47,7 @@ def list_folder(source: Source) -> tuple[str, ...] | None:
 
     Raises UserError if there are no data files or the split does not exist.
     """
-    path = Path(str(source.dataset_name)).expanduser()
+    path = Path(os.path.expanduser(str(source.dataset_name)))
     if not path.is_dir() or is_saved(path):
         return None
     check_cards(path)

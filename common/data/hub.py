@@ -1,5 +1,6 @@
 """Locates a model or dataset on the hub or in a local directory, and lists the splits of a dataset."""
 
+import os
 import sys
 from collections.abc import Iterator
 from contextlib import suppress
@@ -35,7 +36,7 @@ def locate(name: str, repo_type: str) -> Place:
 
     Raises UserError if a directory exists on this rank but not on rank 0, or the other way round.
     """
-    path = Path(name).expanduser()
+    path = Path(os.path.expanduser(name))
 
     def find() -> list[Any]:
         if path.is_dir() or (repo_type == "model" and path.is_file()):
@@ -97,7 +98,7 @@ def locate_pretrained(name_or_path: str) -> tuple[dict[str, Any], str | None]:
     """
     place = locate(name_or_path, "model")
     if place.is_here:
-        return {"pretrained_model_name_or_path": str(Path(name_or_path).expanduser())}, place.problem
+        return {"pretrained_model_name_or_path": str(Path(os.path.expanduser(name_or_path)))}, place.problem
     where = {"pretrained_model_name_or_path": name_or_path, "local_files_only": place.problem is not None}
     return where | ({"revision": place.revision} if place.revision else {}), place.problem
 
@@ -125,7 +126,7 @@ def identify_pretrained(name_or_path: str) -> str:
 
     Raises UserError if the weight files of this host differ from those of rank 0 in name or size.
     """
-    place, path = locate(name_or_path, "model"), Path(name_or_path).expanduser()
+    place, path = locate(name_or_path, "model"), Path(os.path.expanduser(name_or_path))
     if not place.is_here:
         return f"{name_or_path}@{place.revision}"
 
@@ -151,7 +152,7 @@ def held_out_splits(name: str, config: str | None) -> Iterator[str]:
     """
     from datasets import get_dataset_split_names, load_from_disk
 
-    place, path = locate(name, "dataset"), Path(name).expanduser()
+    place, path = locate(name, "dataset"), Path(os.path.expanduser(name))
     if place.is_here:
         from common.data.dataset_card import check_cards
 
@@ -181,7 +182,7 @@ def load_split(name: str, config: str | None, split: str) -> Any:
 
     if not sys.stderr.isatty():  # in a log, each bar would be a single long line
         disable_progress_bars()
-    path, (is_here, problem, revision) = Path(name).expanduser(), locate(name, "dataset")
+    path, (is_here, problem, revision) = Path(os.path.expanduser(name)), locate(name, "dataset")
     saved = is_saved(path)
     if is_here:
         from common.data.dataset_card import check_cards

@@ -69,10 +69,13 @@ def messages_of(row: Row, column: str = "messages", counts: Counter | None = Non
     ):
         raise UserError(f'{row.where}: column {column} is not a list of {{"role": ..., "content": ...}}; fix the row')
     # Parquet gives each message the keys of all messages, with nulls; templates test whether a key is present.
-    present = [
-        {key: _without_nulls(value, counts) for key, value in message.items() if value is not None}
-        for message in messages
-    ]
+    try:
+        present = [
+            {key: _without_nulls(value, counts) for key, value in message.items() if value is not None}
+            for message in messages
+        ]
+    except RecursionError as error:
+        raise UserError(f"{row.where}: column {column} is nested too deeply; fix or remove the row") from error
     if empty := next((message for message in present if message.keys() - TRAINING_KEYS == {"role"}), None):
         raise UserError(f"{row.where}: column {column} has a message of {empty['role']} without content; fix the row")
     return [message | _joined(message, f"{row.where}: column {column}") | _called(message) for message in present]

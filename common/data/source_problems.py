@@ -16,7 +16,8 @@ def find_problems(source: Source) -> Iterator[str]:
         if not paths and glob.has_magic(pattern):
             yield f"{pattern}: no file matches; correct the pattern (it is relative to {Path.cwd()})"
         elif not paths:
-            yield f"{pattern}: no such file; correct the path (it is relative to {Path.cwd()})"
+            name = pattern if pattern.strip() else repr(pattern)
+            yield f"{name}: no such file; correct the path (it is relative to {Path.cwd()})"
         for path in paths:
             if problem := _file_problem(path):
                 problems.setdefault(problem, []).append(path)

@@ -1,6 +1,7 @@
 """Types for text sources and opened sources (rows with named columns), and the supported file extensions."""
 
 import glob
+import os
 from collections import Counter
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
@@ -58,8 +59,7 @@ class Corpus:
         rows: a function (wanted, whole_files) that yields Rows. A row may lack wanted columns; the caller must check.
             With `whole_files`, a .txt file or a file of the embedded corpus is one document; otherwise each line that
             is not blank, or each function, is a row.
-        classes: the class names of each ClassLabel column (`datasets`). A row contains the name instead of the number,
-            and None for a hidden label.
+        classes: class names of each ClassLabel column of `datasets`; a row contains the name, None for a hidden label.
         unused: per unwanted column, the number of rows with a value so far; 1 or more if the column is not read.
     """
 
@@ -79,7 +79,7 @@ def file_type(path: str) -> tuple[str, str | None]:
 
 def expand(pattern: str) -> list[str]:
     """Returns an existing path, or the files that match a glob, sorted: their order is the same on all file systems."""
-    path = Path(pattern).expanduser()
+    path = Path(os.path.expanduser(pattern))  # Path.expanduser raises RuntimeError for an unknown user
     if path.exists():  # before globbing, because a name may contain brackets
         return [str(path)]
     return sorted(name for name in glob.glob(str(path), recursive=True) if Path(name).is_file())

@@ -23,7 +23,7 @@ PAIR = ("prompt", "completion")
 def check_sources(*sources: Source | None) -> None:
     """Raises one UserError, one line per problem, with all problems that can be found without reading a file."""
     given = [part for source in sources if source for part in source.parts or (source,)]
-    paths = [Path(pattern).expanduser() for source in given for pattern in source.files]
+    paths = [Path(pattern) for source in given for pattern in source.files]
     if not all(path.suffix.lower() in FILE_TYPES and path.is_file() and path.stat().st_size for path in paths):
         from common.data.source_problems import find_problems
 
@@ -112,8 +112,8 @@ def choose_columns(corpus: Corpus, source: Source, shape: str | None) -> tuple[s
 
 
 def check_columns(corpus: Corpus, wanted: tuple[str, ...], flags: str = "") -> None:
-    """Raises UserError, one line that names the `flags` to set, if a required column is missing."""
-    if missing := [column for column in wanted if column not in corpus.columns]:
-        from common.data.column_errors import missing_column
+    """Raises UserError, one line that names the `flags` to set, if a required column is missing or has two uses."""
+    if len(set(wanted) & set(corpus.columns)) < len(wanted):
+        from common.data.column_errors import wrong_columns
 
-        raise UserError(missing_column(corpus.name, missing, corpus.columns) + (f" ({flags})" if flags else ""))
+        raise UserError(wrong_columns(corpus.name, wanted, corpus.columns, flags))

@@ -2,6 +2,7 @@
 
 import copy
 import json
+import math
 import re
 from collections.abc import Iterator
 from pathlib import Path
@@ -26,7 +27,14 @@ def build_checked(
 
     Raises UserError: transformers cannot build the model, or a value is out of range; `location` begins the lines.
     """
-    raise_errors(f"{location}: its config.json has {problem}; {FIX}" for problem in _find_problems(config.to_dict()))
+    settings = config.to_dict()
+    raise_errors(f"{location}: its config.json has {problem}; {FIX}" for problem in _find_problems(settings))
+    quantized = settings.get("quantization_config") or {}
+    if "bitsandbytes" in str(quantized.get("quant_method")) or quantized.get("load_in_4bit"):
+        raise UserError(
+            f"{location}: its weights are quantized by bitsandbytes and cannot be trained; use the model before its "
+            "quantization, with --quantize nf4 --lora_rank 16 for 4 bits"
+        )
     with reading(f"{location}: transformers cannot build the model of its config.json", FIX):
         model = empty_model(copy.deepcopy(config), trust_remote_code, model_class)
         size = sum(parameter.numel() for parameter in model.parameters())
@@ -66,6 +74,10 @@ def _find_problems(values: dict[str, Any]) -> Iterator[str]:
         items = value if isinstance(value, list) else [value]
         if isinstance(value, dict) and name not in TOKEN_IDS:
             yield from _find_problems(value)
+        elif any(isinstance(item, float) and math.isnan(item) for item in items):
+            yield f"{name} {_short(value)}, not a number"
+        elif name in ("num_hidden_layers", "rope_theta") and isinstance(value, int | float) and value <= 0:
+            yield f"{name} {_short(value)}, not above 0"
         elif name in TOKEN_IDS:
             if not all(item is None or (type(item) is int and -1 <= item < 2**31) for item in items):
                 yield f"{name} {_short(value)}, not the id of a token"

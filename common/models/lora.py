@@ -1,6 +1,7 @@
 """LoRA (arXiv:2106.09685) with peft: trains a few small matrices next to the frozen matrices of a base model."""
 
 import argparse
+import os
 from collections.abc import Iterator
 from pathlib import Path
 from types import MethodType
@@ -112,7 +113,7 @@ def _inject(args: argparse.Namespace, model: PreTrainedModel, new: list[str]) ->
         model.add_adapter(config)
     except ValueError as error:
         raise UserError(f"--lora_rank: {' '.join(str(error).split())}") from error
-    if (path := Path(args.model_name_or_path).expanduser()).is_dir():
+    if (path := Path(os.path.expanduser(args.model_name_or_path))).is_dir():
         config.base_model_name_or_path = str(path.resolve())  # a relative path depends on the current directory
     config.target_modules = sorted(config.target_modules)  # the order of peft's set differs between processes
 

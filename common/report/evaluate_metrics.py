@@ -4,6 +4,7 @@ import argparse
 import inspect
 import json
 import math
+import os
 import re
 from collections.abc import Iterator, Mapping
 from inspect import Parameter
@@ -82,7 +83,7 @@ class Metrics:
             settings = dict(request.settings)
             try:
                 module = evaluate.load(
-                    str(Path(request.place).expanduser()),
+                    str(Path(os.path.expanduser(request.place))),
                     config_name=settings.pop("config_name", None),
                     keep_in_memory=True,  # so that no cache file is shared with other runs
                     seed=self.seed,
@@ -164,12 +165,12 @@ def parse(text: str) -> Request:
 def _from_text(text: str) -> Any:
     try:
         return json.loads(text)
-    except ValueError:
+    except (ValueError, RecursionError):
         return text
 
 
 def _is_local(place: str) -> bool:
-    return place.endswith(".py") or Path(place).expanduser().is_dir()
+    return place.endswith(".py") or Path(os.path.expanduser(place)).is_dir()
 
 
 def _find(texts: list[str]) -> list[list[Any]]:
@@ -177,7 +178,7 @@ def _find(texts: list[str]) -> list[list[Any]]:
     requests, problems = [parse(text) for text in dict.fromkeys(texts)], []
     is_local = [_is_local(request.place) for request in requests]
     for request, is_here in zip(requests, is_local, strict=True):
-        path = Path(request.place).expanduser()
+        path = Path(os.path.expanduser(request.place))
         file = path / f"{path.name}.py" if path.is_dir() else path
         if is_here and not file.is_file():
             problems.append(f"--metric {request.text}: there is no file {file}; correct the path, or rename the module")

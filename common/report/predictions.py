@@ -16,6 +16,7 @@ from common.training.precision import BATCH_NORMS
 from common.training.process_grid import current_grid
 
 logger = logging.getLogger(__name__)
+MAX_CONFUSION = 2000  # classes of a confusion matrix: its memory grows with their square
 
 
 @torch.no_grad()
@@ -55,8 +56,10 @@ def measure(
 def draw_confusion(predictions: np.ndarray, targets: np.ndarray, names: Sequence[str], output_dir: Path) -> str:
     """Draws confusion.png, the number of samples of each class (row) by predicted class (column).
 
-    Returns a line with its path.
+    Returns a line with its path, or with the reason why there is none.
     """
+    if len(names) > MAX_CONFUSION:
+        return f"confusion  not drawn, because there are {len(names):,} classes, more than {MAX_CONFUSION:,}"
     # Imported here because it takes seconds; not pyplot, which may need a display.
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure

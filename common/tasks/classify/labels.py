@@ -19,7 +19,7 @@ import torch
 from transformers import PreTrainedConfig, PreTrainedTokenizerBase
 
 from common.data.column_checks import unused_columns
-from common.data.row_texts import text_of
+from common.data.row_texts import text_of, utf8_length
 from common.data.source_types import Source
 from common.data.sources import check_columns, open_source
 from common.data.tokenizer import no_more_threads
@@ -68,6 +68,8 @@ def read_examples(
             raise UserError(
                 f"{row.where}: column {label_column} is {problem}, not a name or a number; fix or remove the row"
             )
+        if isinstance(label, str):
+            utf8_length(label, f"{row.where}: column {label_column}")
         examples.append(Example(row.where, texts, label))
     unused = unused_columns(corpus)
     return corpus.name + (f" ({unused})" if unused else ""), examples, corpus.classes.get(label_column)

@@ -36,6 +36,7 @@ from common.tasks.embed.replay import Predict
 from common.training.batching import Collate
 from common.training.recipe_traits import Arguments
 
+PROMPT_FLAGS = ("prompt_anchor", "prompt_positive")
 SHAPE = ("num_hidden_layers", "hidden_size", "num_attention_heads", "intermediate_size")
 POOLING = {
     "mean": "mean of all tokens (default of an encoder)",
@@ -53,6 +54,9 @@ def check_arguments(args: Arguments) -> Iterator[str]:
     if args.shared("micro_batch_tokens") == "auto":
         yield "--micro_batch_tokens auto: texts are embedded twice per update; pass a number (--plan predicts memory)"
     yield from check_loss(args)
+    for flag in PROMPT_FLAGS:
+        if (prompt := getattr(args, flag)) != prompt.encode(errors="ignore").decode():
+            yield f"--{flag} {prompt}: is not UTF-8; correct its bytes"
     if args.validation_file and not (args.train_file or args.dataset_name):
         yield "--validation_file needs --train_file or --dataset_name; name the training data"
     if args.negative_columns and not (args.train_file or args.dataset_name):
@@ -90,8 +94,17 @@ def choose_model(
     raise_errors([*_check_model(args, config, is_causal), *check_model(config, tokenizer, args.sequence_length)])
     if args.sequence_length <= (number := tokenizer.num_special_tokens_to_add()):
         raise UserError(f"--sequence_length {args.sequence_length} leaves no text besides {number} special tokens")
+    raise_errors(_check_prompts(args, tokenizer, number))
     tokenizer.model_max_length = args.sequence_length
     return config, tokenizer
+
+
+def _check_prompts(args: Arguments, tokenizer: PreTrainedTokenizerBase, num_special: int) -> Iterator[str]:
+    """Yields a line for each prompt that leaves no token for a text, so that all texts would be equal."""
+    for flag in PROMPT_FLAGS:
+        size = len(tokenizer(getattr(args, flag), add_special_tokens=False, verbose=False)["input_ids"])
+        if size + num_special >= args.sequence_length:
+            yield f"--{flag} of {size:,} tokens leaves no text in --sequence_length {args.sequence_length}; shorten it"
 
 
 def _is_causal(config: PreTrainedConfig) -> bool:

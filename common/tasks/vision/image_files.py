@@ -5,6 +5,7 @@ import hashlib
 import importlib.util
 import io
 import json
+import os
 from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass, replace
@@ -65,7 +66,7 @@ def folder(directory: str) -> Images:
 
     Raises UserError: one line per problem.
     """
-    root = Path(directory).expanduser()
+    root = Path(os.path.expanduser(directory))
     if not root.is_dir():
         raise UserError(f"{directory}: no such directory; it should have one subfolder per class")
     others = list(root.iterdir())
