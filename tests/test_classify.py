@@ -248,6 +248,7 @@ def test_the_confusion_matrix_has_a_row_for_each_true_label(monkeypatch, tmp_pat
 
     shown = []
     monkeypatch.setattr(Axes, "text", lambda self, column, row, count, **_: shown.append((row, column, count)))
+    assert "2,001 classes" in draw_confusion(np.arange(2), np.arange(2), ["a"] * 2001, tmp_path)  # 32 MB and more
     draw_confusion(np.array([0, 1, 1]), np.array([0, 0, 1]), ["a", "b"], tmp_path)
     assert shown == [(0, 0, "1"), (0, 1, "1"), (1, 1, "1")]
     assert (tmp_path / "confusion.png").stat().st_size > 1000

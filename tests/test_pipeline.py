@@ -229,9 +229,12 @@ def test_other_recipes_and_models_that_do_more_are_refused_before_anything_is_wr
     assert not (tmp_path / "run").exists()
 
 
-def test_a_number_of_stages_that_is_none_is_refused(tmp_path):
+@pytest.mark.parametrize("size", ["pp", "sp", "tp"])
+def test_a_number_of_stages_that_is_none_is_refused(size, tmp_path):
     settings = yaml.safe_load((ROOT / "accelerate_configs/pipeline.yaml").read_text())
-    settings["parallelism_config"]["parallelism_config_pp_size"] = "two"
+    settings["parallelism_config"][f"parallelism_config_{size}_size"] = "two"
     (tmp_path / "two.yaml").write_text(yaml.safe_dump(settings))
-    (line,) = parse_launch(["--config_file", str(tmp_path / "two.yaml"), "recipes/lm.py"], environment={}).file_problems
-    assert "parallelism_config_pp_size is two; give a whole number" in line
+    launched = parse_launch(["--config_file", str(tmp_path / "two.yaml"), "recipes/lm.py"], environment={})
+    assert launched.grid and launched.sizes[size] == 1
+    (line,) = launched.file_problems
+    assert f"parallelism_config_{size}_size is two; give a whole number" in line

@@ -66,8 +66,8 @@ def _panics_as_errors() -> Iterator[None]:
 def _normalize(normalizer: Any, text: str) -> str:
     """Returns a text after a normalizer; raises ValueError if a step makes it more than MAX_GROWTH times longer."""
     if isinstance(normalizer, normalizers.Sequence):
-        for step in normalizer:
-            text = _normalize(step, text)
+        for number in range(len(normalizer)):
+            text = _normalize(normalizer[number], text)
         return text
     if len(result := normalizer.normalize_str(text)) > MAX_GROWTH * len(string.printable):
         raise ValueError(f"its normalizer makes a text more than {MAX_GROWTH} times longer")

@@ -80,7 +80,7 @@ def read_deepspeed_config(config: str | dict[str, Any]) -> dict[str, Any]:
             f"{config}: {error.strerror}; name a DeepSpeed file, relative to the current directory "
             "or to the folder of the config file"
         ) from error
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         raise UserError(f"{config}: not JSON ({error}); fix the file") from error
     if not isinstance(settings, dict):
         raise UserError(f"{config}: not a JSON object; fix the file")

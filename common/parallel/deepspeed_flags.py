@@ -60,6 +60,8 @@ def check_deepspeed(
         settled = settle_deepspeed(config, args, mixed_precision, grid)
     except UserError as error:
         return [str(error)]
+    except RecursionError:
+        return [f"{where}: nested too deeply; remove the section that DeepSpeed does not read"]
     zero = check_zero(where, settled.config.get("zero_optimization"), settled.left, args.optimizer)
     return [*(f"{where}: {problem}" for problem in settled.problems), *zero]
 

@@ -54,10 +54,10 @@ class Launch:
     def sizes(self) -> dict[str, int]:
         """Returns the sizes of `parallelism_config`, from the launcher or, without a launcher, from the environment."""
         if self.settings.get("use_parallelism_config"):
-            stages = self.file_settings.get(STAGES)
-            settings = self.settings | ({STAGES: stages} if isinstance(stages, int) else {})  # or in `file_problems`
+            settings = self.settings | {STAGES: self.file_settings.get(STAGES)}
             sizes = {name: settings.get(f"parallelism_config_{name}_size") for name in SIZES}
-            return {name: 1 if size is None else int(size) for name, size in sizes.items()}
+            # Others than integers are None, or in `file_problems`.
+            return {name: size if isinstance(size, int) else 1 for name, size in sizes.items()}
         if self.settings or os.environ.get("ACCELERATE_USE_PARALLELISM_CONFIG", "false").lower() != "true":
             return dict.fromkeys(SIZES, 1)
         return {name: int(os.environ.get(f"PARALLELISM_CONFIG_{name.upper()}_SIZE", 1)) for name in SIZES}
@@ -150,7 +150,7 @@ def _read_config_file(launch: Launch, config_file: str, known: set[str]) -> None
         for name, entry in value.items():
             setting = name if name.startswith(prefix) else prefix + name
             launch.file_settings[setting] = entry
-            if setting == STAGES and not isinstance(entry, int):
+            if setting.removeprefix("parallelism_config_").removesuffix("_size") in SIZES and type(entry) is not int:
                 launch.file_problems.append(f"{config_file}: {name} is {entry}; give a whole number")
             if setting not in known and setting != STAGES:
                 nearest = difflib.get_close_matches(setting, known, n=1)
