@@ -109,7 +109,12 @@ def test_ranks_go_on_or_end_together(rows, model_dir, tmp_path):
 
 GENERATION = {
     "stop_strings": {"stop_strings": ["\n"]},
-    "several": {"num_return_sequences": 3, "do_sample": True, "return_dict_in_generate": True},
+    "several": {
+        "num_return_sequences": 3,
+        "do_sample": True,
+        "return_dict_in_generate": True,
+        "num_beams": 10**9,
+    },
     "ids": {"bad_words_ids": [[99999]]},
 }
 WORKS = ("stop_strings", "several")

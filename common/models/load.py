@@ -110,9 +110,8 @@ def write_sample(model: Any, tokenizer: Any, samples: Samples) -> str:
         from common.parallel import sequence
 
         sequence.whole_sequences()
-    first_tokens, *_ = samples[0]
     positions = _max_positions(model.config)
-    input_ids = torch.from_numpy(first_tokens[: min(16, positions - 1)]).unsqueeze(0).to(model.device)
+    input_ids = torch.from_numpy(samples[0][0][: min(16, positions - 1)]).unsqueeze(0).to(model.device)
     model.eval()
     written = model.generate(
         input_ids,
@@ -122,8 +121,9 @@ def write_sample(model: Any, tokenizer: Any, samples: Samples) -> str:
         top_p=0.95,
         attention_mask=torch.ones_like(input_ids),
         remove_invalid_values=True,  # in case the weights are NaN
-        # The model's generation_config.json may set stop strings, several texts, or outputs besides tokens.
+        # The model's generation_config.json may set stop strings, many beams or texts, or outputs besides tokens.
         tokenizer=tokenizer,
+        num_beams=1,
         num_return_sequences=1,
         return_dict_in_generate=False,
     )
