@@ -25,7 +25,7 @@ from transformers import AutoModel, AutoTokenizer, BertConfig, LlamaConfig, T5Co
 
 from common.data.source_types import Source
 from common.errors import UserError
-from common.tasks.embed import contrast, encoder, replay
+from common.tasks.embed import contrast, encoder, replay, retrieval
 from common.tasks.embed.pairs import Columns, choose_columns, collate_texts, split_function, tokenize_pairs
 from common.tasks.embed.retrieval import spearman
 from recipes import embed
@@ -266,6 +266,15 @@ def test_pooling_ignores_padding_and_the_temperature_has_a_lower_limit():
     assert encoder.pool(hidden.bfloat16(), lengths, "last").tolist() == [[4, 5], [8, 9]]
     assert contrast.temperature_of(options(), torch.tensor([-20.0])) == pytest.approx(1e-4)
     assert spearman(np.array([1.0, 2, 3, 4]), np.array([0.0, 0.5, 0.5, 1])) == pytest.approx(0.9486833)
+
+
+def test_equal_and_nan_vectors_retrieve_nothing():
+    """Control: with different ones, each positive is the first."""
+    accelerator = SimpleNamespace(process_index=0, reduce=lambda tensor, reduction: tensor)
+    run, numbers = SimpleNamespace(args=options(), accelerator=accelerator), torch.arange(40)
+    different = torch.eye(20).repeat(2, 1)
+    found = [retrieval._retrieve(run, x, numbers, 20) for x in (different, 0 * different + 1, different * torch.nan)]
+    assert [set(figures.values()) for figures in found] == [{1.0}, {0.0}, {0.0}]
 
 
 def test_dropout_is_the_same_in_both_passes(files, models, tmp_path, monkeypatch):

@@ -78,8 +78,8 @@ def _retrieve(run: Any, vectors: Tensor, numbers: Tensor, num_pairs: int) -> dic
         end = min(start + CHUNK_ROWS, num_pairs)
         similarity = anchors[start:end] @ candidates.T
         own = similarity.diagonal(start)[:, None]
-        # A tie counts against the positive: a model with equal vectors retrieves nothing.
-        is_before = (similarity >= own) & ~excluded_candidates(numbers, num_pairs, start, end)
+        # A tie or NaN counts against the positive: a model with equal vectors retrieves nothing.
+        is_before = ~(similarity < own) & ~excluded_candidates(numbers, num_pairs, start, end)
         ranks = is_before.sum(1)  # the positive itself is one of them
         reciprocal = torch.where(ranks <= max(RANKS), 1 / ranks, 0)
         sums += torch.stack([*((ranks <= most).sum() for most in RANKS), reciprocal.sum()])
