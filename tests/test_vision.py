@@ -436,7 +436,9 @@ def test_flags_that_do_not_fit_are_refused_together(data, tmp_path):
 
 
 def test_a_model_that_does_not_fit_the_images(data, convnet_dir, tmp_path):
-    """A ConvNet for images that make it huge, and one channel for colours."""
+    """A ConvNet for images that make it huge, and one channel for colours; and images that no memory holds."""
+    result = recipe(*flags(data, tmp_path / "run", "--image_size", 99999))
+    assert_mistake(result, "--image_size 99999: an image may have 134,217,728 pixels; use at most 11585")
     result = recipe(*flags(data, tmp_path / "run", "--image_size", 512))
     assert_mistake(result, "images of 512 x 512 make 529 M parameters; use --model_config resnet")
     shutil.copytree(data / "train", tmp_path / "train")

@@ -1,5 +1,6 @@
 """Prepares configuration, preprocessing and classes of the requested image classifier, and checks its flags."""
 
+import math
 from collections.abc import Iterator
 from typing import Any
 
@@ -13,7 +14,7 @@ from common.models.load import build_model, load_config
 from common.parallel import launch
 from common.tasks.vision import images
 from common.tasks.vision.batch_norm import resolve_norm
-from common.tasks.vision.image_files import Images, with_classes
+from common.tasks.vision.image_files import MAX_PIXELS, Images, with_classes
 from common.tasks.vision.image_models import ConvNet, ConvNetConfig, NormResNet, NormResNetConfig
 from common.training.recipe_traits import Arguments
 
@@ -23,6 +24,9 @@ LARGEST_CONVNET = 50e6  # maximum parameters; most are in the hidden layer, and 
 def check_arguments(args: Arguments) -> Iterator[str]:
     """Yields one line for each invalid image flag that can be found before the data or the model is read."""
     yield from images.check_augmentations(args.augment)
+    if args.image_size and args.image_size**2 > MAX_PIXELS:
+        largest = math.isqrt(MAX_PIXELS)
+        yield f"--image_size {args.image_size}: an image may have {MAX_PIXELS:,} pixels; use at most {largest}"
     if args.train_dir and args.dataset_name:
         yield "--train_dir and --dataset_name are mutually exclusive; pass only one"
     if args.validation_dir and not (args.train_dir or args.dataset_name):
