@@ -155,6 +155,7 @@ def recipes_of(config):
         return {name: RECIPES[name] for name in SOME} | {"lm-lora": ADAPTERS["lm-lora"]}
     more, every = {} if config.startswith("zero") else QUANTIZED, RECIPES.keys() - {"pipeline"}
     if config == "fsdp2":  # a recurrent network has no hidden matrix; the ConvNet's blocks would be in two shards
+        more = more | {"dpo-nf4": [*RECIPES["dpo"], *LORA[:2], *QUANTIZED["lm-nf4"][-2:]]}
         split = {name: RECIPES[name] for name in every} | {"long_sequence": TRANSFORMER}
         more = more | with_optimizers(split, "muon")
         more = more | with_optimizers({name: split[name] for name in every - {"vision"}}, "adamw8bit")
