@@ -209,7 +209,7 @@ ELSEWHERE |= dict.fromkeys(
 )
 OWN = {
     "classify.py": "new_head pair_column task",
-    "dpo.py": "beta cpo_alpha label_smoothing simpo_gamma",
+    "dpo.py": "beta cpo_alpha desirable_weight label_smoothing simpo_gamma undesirable_weight",
     "embed.py": "anchor_column dimensions learn_temperature negative_columns no-normalize normalize pooling "
     "positive_column prompt_anchor prompt_positive score_column symmetric temperature",
     "long_sequence.py": "architecture hidden_size levels mlp_rows num_layers segments truncate",

@@ -8,7 +8,8 @@ several GPUs   accelerate launch --config_file accelerate_configs/fsdp2.yaml --n
 resume         the same with --resume, after a stop or a crash; also on more or fewer GPUs, or in a different mode
 
 A row has a `prompt` with a `chosen` and a `rejected` answer; or these two alone, which begin with the same prompt. Each
-is a text, or a list of messages. Without data, a function's body is to be preferred to its lines in reverse order.
+is a text, or a list of messages. For KTO, a row may have a `prompt`, a `completion` and a `label`: true or false.
+Without data, a function's body is to be preferred to its lines in reverse order.
 The reference, which most losses compare with, is the model before its first update.
 """
 
@@ -30,8 +31,9 @@ from common.parallel.shutdown import exit_on_user_error
 from common.report.predictions import measure
 from common.run import Run
 from common.tasks.dpo import losses
-from common.tasks.dpo.preferences import collate_preferences, columns_of, tokenize_preferences
-from common.tasks.dpo.reference import add_reference, describe_rewards, identify_reference, of_answers
+from common.tasks.dpo.baseline import predict_held_out, with_baseline
+from common.tasks.dpo.reference import add_reference, identify_reference, of_answers
+from common.tasks.dpo.samples import collate_samples, find_columns, tokenize_samples
 from common.training.accumulation import loss_scale, skip_step, synchronize_gradients
 from common.training.clipping import clip_gradients
 from common.training.losses import sum_token_losses
@@ -66,17 +68,18 @@ def load_data(args):
         tokenizer = load_tokenizer(args.model_name_or_path, args.trust_remote_code)
     else:
         *shape, vocabulary, _ = MODEL_CONFIGS[args.model_config]
-        tokenizer, positions = train_tokenizer(source, vocabulary, None, columns_of(source)), args.sequence_length
+        tokenizer = train_tokenizer(source, vocabulary, None, find_columns(source, args.loss))
+        positions = args.sequence_length
         shape = dict(zip(SHAPE, shape, strict=True), vocab_size=vocabulary, max_position_embeddings=positions)
         config = LlamaConfig(**shape, **special_token_ids(tokenizer), tie_word_embeddings=True)
     raise_errors(check_model(config, tokenizer, args.sequence_length))
     options = {"reference": identify_reference(args), "objective": losses.objective_of(args)}
-    pairs = partial(tokenize_preferences, tokenizer=tokenizer, length=args.sequence_length, **options)
+    pairs = partial(tokenize_samples, tokenizer=tokenizer, length=args.sequence_length, **options)
     return tokenizer, config, pairs(source), held_out_source and pairs(held_out_source, is_held_out=True)
 
 
 def predict(model, micro_batch):
-    """Returns the summed loss of a micro-batch, and the implicit reward margin of each pair, (P,)."""
+    """Returns the summed loss of a micro-batch, and the reward margin of each pair, (P,)."""
     return of_answers(model, micro_batch, partial(losses.loss_and_margins, micro_batch=micro_batch))
 
 
@@ -87,8 +90,8 @@ def sum_losses(model, micro_batch):
 
 def evaluate(run, model):
     """Returns the mean loss, reward accuracy and mean reward margin over all held-out pairs."""
-    metrics, margins, _ = measure(run, model, predict)
-    return metrics | {"accuracy": (margins > 0).mean().item(), "margin": margins.mean().item()}
+    metrics, margins, labels = measure(run, model, predict_held_out(run, model, predict))
+    return metrics | losses.summarize_margins(run.args.loss, margins, labels)
 
 
 def train(args, run, model, optimizer, batches):
@@ -99,7 +102,7 @@ def train(args, run, model, optimizer, batches):
         rate = learning_rate(batch.update, args.lr_schedule, args.learning_rate, args.num_updates, args.warmup_updates)
         set_learning_rate(optimizer, rate)
         scale, loss_sums, loss_sum = loss_scale(accelerator, batch.num_targets), [], None
-        for micro_batch, is_last in run.micro_batches(batch):
+        for micro_batch, is_last in with_baseline(run, model, batch):
             with synchronize_gradients(accelerator, model, now=is_last):
                 loss_sum = sum_losses(model, micro_batch)
                 accelerator.backward(loss_sum * scale)
@@ -125,7 +128,7 @@ def main():
     model = build_base(args, config)
     loss_description = sum_token_losses(model, keeps_own_loss=False)  # model(...) now calls `loss_of(token_losses)`
     optimizer = make_optimizer(args.optimizer, model, args.learning_rate, args.weight_decay)
-    collate = partial(collate_preferences, pad_token_id=tokenizer.pad_token_id, objective=losses.objective_of(args))
+    collate = partial(collate_samples, pad_token_id=tokenizer.pad_token_id, objective=losses.objective_of(args))
     describe_use(model, config, tokenizer, train_set.end_tokens)
     model, optimizer = run.prepare(model, optimizer, collate, train_set, held_out, loss=loss_description)
     add_reference(run, model)
@@ -135,7 +138,7 @@ def main():
     run.write_model("AutoModelForCausalLM", tokenizer)
     with run.optional_steps():
         results |= evaluate(run, model) if held_out else {}
-    run.finish(results, *describe_rewards(results))
+    run.finish(results, *losses.describe_metrics(args.loss, results))
 
 
 if __name__ == "__main__":

@@ -10,13 +10,16 @@ from test_dpo import decoded, flags
 from test_dpo import files as files  # a fixture
 from test_losses import build
 from torch.nn.functional import logsigmoid
-from transformers import AutoTokenizer
+from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from common.data.chats import CHATML
 from common.data.examples import mark_targets
 from common.errors import UserError
+from common.tasks.dpo.baseline import with_baseline
 from common.tasks.dpo.losses import LOSSES, Objective, Options
 from common.tasks.dpo.preferences import Pair, collate_preferences, tokenize_preferences
+from common.tasks.dpo.samples import collate_samples
+from common.tasks.dpo.unpaired import tokenize_unpaired
 from common.training.losses import sum_token_losses
 from recipes import dpo
 
@@ -40,7 +43,7 @@ def odds(mean):
 
 def plain_loss(name, chosen, rejected, chosen_0, rejected_0):
     """Of a pair, from the log-probabilities of the tokens of each answer, by the model and by the reference."""
-    beta, smoothing, gamma = OPTIONS
+    beta, smoothing, gamma, *_ = OPTIONS
     summed = (chosen.sum() - chosen_0.sum()) - (rejected.sum() - rejected_0.sum())
     averaged = (chosen - chosen_0).mean() - (rejected - rejected_0).mean()
 
@@ -71,7 +74,7 @@ def models():
     return model, base
 
 
-@pytest.mark.parametrize("name", LOSSES)
+@pytest.mark.parametrize("name", [name for name in LOSSES if name != "kto"])
 def test_loss_and_gradients_are_the_formulas(models, name):
     """In float64, by the logits of transformers alone. Control: each other loss is a different number."""
     model, base = models
@@ -107,10 +110,86 @@ def test_loss_and_gradients_are_the_formulas(models, name):
     for found, gradient in zip(torch.autograd.grad(loss / 3, list(model.parameters())), gradients, strict=True):
         torch.testing.assert_close(found, gradient, rtol=1e-6, atol=1e-9)
     assert margins.shape == (3,)
-    others = [other for other in LOSSES if other != name]
-    for other in others:
+    for other in LOSSES.keys() - {name, "kto"}:
         changed = {k: v for k, v in micro_batch.items() if k != key} | {f"target_loss_{other}": micro_batch[key]}
         assert abs(dpo.predict(model, changed)[0] - loss) > 1e-3
+
+
+def test_kto_is_the_formula(model_dir, tokenizer, cache, tmp_path):
+    """In float64: the baseline is that of the global batch, whose rows come in the order of their ids.
+
+    Control: without the baseline the loss is a different number.
+    """
+    models = [AutoModelForCausalLM.from_pretrained(model_dir, dtype=torch.float64) for _ in range(2)]
+    torch.manual_seed(0)
+    with torch.no_grad():
+        for p in models[1].parameters():
+            p.add_(torch.randn_like(p), alpha=0.05)
+    sum_token_losses(models[0], chunk_rows=4)
+    beta, desirable, undesirable = 0.3, 1.2, 0.7
+    rows = [(f"a {'b ' * n}", f"c d {'e ' * (5 - n)}", n % 3 > 0) for n in range(5)]
+    written = [dict(zip(("prompt", "completion", "label"), row, strict=True)) for row in rows]
+    objective = Objective("kto", Options(beta, desirable_weight=desirable, undesirable_weight=undesirable))
+    samples = tokenize_unpaired(source_of(tmp_path / "rows.jsonl", written), tokenizer, 64, "", cache)
+    ids = [3, 0, 4, 1]
+    batch, again = samples.of_epoch(2).of_batch(np.array(ids))
+    micro_batch = collate_samples([batch[n] for n in again], 0, objective)
+    assert micro_batch["target_pairs"].tolist() == [2 * 5 + number for number in ids]
+    assert batch.lengths(again).tolist() == [2 * max(len(one) - 1 for one in batch[n].answers) for n in again]
+
+    def log_probability(model, prompt, completion):
+        answer = [*tokenizer(completion, add_special_tokens=False)["input_ids"], tokenizer.eos_token_id]
+        prompt = tokenizer(prompt)["input_ids"]
+        return token_log_probabilities(model, prompt, answer)[len(prompt) - 1 :].sum()
+
+    own = [[log_probability(one, *rows[n][:2]) for n in ids] for one in models]
+    others = [[log_probability(one, rows[n][0], rows[ids[k - 1]][1]) for k, n in enumerate(ids)] for one in models]
+    ratios, mismatched = ([a - b.detach() for a, b in zip(*both, strict=True)] for both in (own, others))
+    baseline = max(sum(mismatched).item() / 4, 0.0)
+    assert baseline > 0.01
+    terms = [
+        desirable * (1 - torch.sigmoid(beta * (ratio - baseline)))
+        if rows[n][2]
+        else undesirable * (1 - torch.sigmoid(beta * (baseline - ratio)))
+        for n, ratio in zip(ids, ratios, strict=True)
+    ]
+    model = models[0]
+    reference = torch.tensor([[a.item(), b.item()] for a, b in zip(own[1], others[1], strict=True)])
+    micro_batch |= {"target_reference": reference.double(), "target_loss_kto": micro_batch["target_loss_kto"].double()}
+    run = SimpleNamespace(
+        args=SimpleNamespace(loss="kto"),
+        accelerator=SimpleNamespace(reduce=lambda total, reduction: total),
+        micro_batches=lambda batch: [(micro_batch, True)],
+    )
+    ((found, is_last),) = with_baseline(run, model, SimpleNamespace(num_samples=4))
+    assert is_last and found["target_baseline"].item() == pytest.approx(baseline, rel=1e-6)
+    loss, margins = dpo.predict(model, found)
+    torch.testing.assert_close(loss, sum(terms), rtol=1e-6, atol=0)
+    expected = torch.autograd.grad(sum(terms), list(model.parameters()))
+    for one, other in zip(torch.autograd.grad(loss, list(model.parameters())), expected, strict=True):
+        torch.testing.assert_close(one, other, rtol=1e-4, atol=1e-6)
+    assert margins.tolist() == pytest.approx([beta * (ratio.item() - baseline) for ratio in ratios], rel=1e-4)
+    without = micro_batch | {"target_baseline": torch.zeros(())}
+    assert abs(dpo.predict(model, without)[0] - loss) > 1e-3
+
+
+def test_pairs_become_two_rows_and_bad_labels_are_refused(tokenizer, cache, tmp_path):
+    pair = {"prompt": "a ", "chosen": "b c", "rejected": "b d"}
+    options = tokenizer, 64, "", cache
+    samples = tokenize_unpaired(source_of(tmp_path / "pairs.jsonl", [pair]), *options)
+    end = tokenizer.eos_token
+    assert [samples[n].label for n in range(2)] == [1, 0]
+    assert [decoded(tokenizer, samples[n].answers[0])[1] for n in range(2)] == ["b c" + end, "b d" + end]
+    assert [decoded(tokenizer, samples[n].answers[1])[1] for n in range(2)] == ["b d" + end, "b c" + end]
+    for rows, problem in (
+        ([{"prompt": "a", "completion": "b", "label": "good"}], "line 1: column label is 'good'; write true"),
+        ([{"prompt": "a", "completion": "b", "label": None}], "line 1: column label is None; write true"),
+        ([{"prompt": "a", "label": True}], "no column completion"),
+        ([{"chosen": "a b", "rejected": "a c"}], "line 1: --loss kto needs the prompt of texts; add a column prompt"),
+        ([{"prompt": "a " * 99, "completion": "b", "label": True}], "no answer begins within --sequence_length 64"),
+    ):
+        with pytest.raises(UserError, match=problem):
+            tokenize_unpaired(source_of(tmp_path / f"{problem[:9]}.jsonl", rows), *options)
 
 
 def test_orpo_cpo_and_simpo_are_those_of_trl():
@@ -118,7 +197,7 @@ def test_orpo_cpo_and_simpo_are_those_of_trl():
     cpo = pytest.importorskip("trl.experimental.cpo").CPOTrainer
     orpo = pytest.importorskip("trl.experimental.orpo").ORPOTrainer
     scores = -torch.rand(5, 2, dtype=torch.float64) * 3
-    beta, smoothing, gamma = OPTIONS
+    beta, smoothing, gamma, *_ = OPTIONS
     own = SimpleNamespace(beta=beta, label_smoothing=smoothing, simpo_gamma=gamma, alpha=0.0)
     own.accelerator = SimpleNamespace(device="cpu")
     expected = {"orpo": -orpo.odds_ratio_loss(own, *scores.float().T)[0]}
@@ -136,6 +215,7 @@ CASES = {
     "orpo": [],
     "simpo": ["--beta", 2],
     "cpo": ["--label_smoothing", 0.1, "--cpo_alpha", 0.5],
+    "kto": ["--undesirable_weight", 1.5],
 }
 SPLITS = {"one": (1, ["--micro_batch_size", 1]), "two": (2, ["--micro_batch_tokens", 256])}
 
@@ -220,6 +300,7 @@ def test_options_of_other_losses_are_refused(files, tmp_path):
         (["--simpo_gamma", 1], "--simpo_gamma has no effect with --loss sigmoid; remove it .it is for simpo"),
         (["--loss", "robust"], "--loss robust needs the share of swapped pairs; pass --label_smoothing"),
         (["--loss", "cpo", "--label_smoothing", 0.5], "--label_smoothing 0.5 is not below 0.5; pass a smaller share"),
+        (["--loss", "kto", "--global_batch_size", 1], "--loss kto compares the answers of a global batch; use a --glo"),
     ):
         result = run_recipe_alone("dpo.py", "--train_file", files[0], *given, "--output_dir", tmp_path / "out")
         assert_mistake(result, problem)

@@ -40,7 +40,9 @@ SCHEDULE = {
 }
 # And embed.py: each micro-batch comes with the gradient of the loss of the whole global batch.
 REPLAY = {"replayed(run, model, batch, predict)": "run.micro_batches(batch)"}
-SAID = {"moe.py": BALANCE, "pipeline.py": SCHEDULE, "embed.py": REPLAY}
+# And dpo.py: with KTO, each micro-batch comes with the baseline of the whole global batch.
+BASELINE = {"with_baseline(run, model, batch)": "run.micro_batches(batch)"}
+SAID = {"dpo.py": BASELINE, "moe.py": BALANCE, "pipeline.py": SCHEDULE, "embed.py": REPLAY}
 
 
 def function(recipe, name):
@@ -68,7 +70,7 @@ def test_the_loop_is_word_for_word_the_language_models(recipe):
 @pytest.mark.parametrize("recipe", RECIPES)
 def test_an_evaluation_is_word_for_word_the_language_models_unless_it_measures_predictions(recipe):
     evaluate = function(recipe, "evaluate")
-    assert evaluate == function("lm.py", "evaluate") or "measure(run, model, predict)" in evaluate
+    assert evaluate == function("lm.py", "evaluate") or "measure(run, model, predict" in evaluate
 
 
 def calls_of_run(recipe):

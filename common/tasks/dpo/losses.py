@@ -9,13 +9,15 @@ the chosen answers: a mean over their tokens in the global batch. All losses equ
 
 import argparse
 from collections.abc import Callable
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
+import numpy as np
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
 from common import arguments
+from common.training.recipe_traits import Arguments
 
 
 class Options(NamedTuple):
@@ -24,15 +26,17 @@ class Options(NamedTuple):
     beta: float | Tensor = 0.1
     label_smoothing: float | Tensor = 0.0
     simpo_gamma: float | Tensor = 0.5
+    desirable_weight: float | Tensor = 1.0
+    undesirable_weight: float | Tensor = 1.0
 
 
 class Loss(NamedTuple):
     """A loss of pairs. The docstring of its `function` states the formula and its source.
 
-    function: maps scores (P, 2), of each chosen and rejected answer, to losses (P,).
+    function: maps scores (P, 2), of each chosen and rejected answer, to losses (P,). KTO's has different arguments.
     """
 
-    function: Callable[[Tensor, Options], Tensor]
+    function: Callable[..., Tensor]
     needs_reference: bool = True
     is_whole: bool = False  # whether tokens at the beginning that both answers share have an effect
     is_averaged: bool = False
@@ -100,16 +104,33 @@ def cpo(scores: Tensor, options: Options) -> Tensor:
     return _smoothed(options.beta * _difference(scores), options)
 
 
+def kto(scores: Tensor, labels: Tensor, baseline: Tensor, options: Options) -> Tensor:
+    """KTO (arXiv:2402.01306, eq. 7): weight * (1 - sigmoid(beta * (score - baseline))) of desirable answers (label 1).
+
+    Undesirable answers (label 0): weight * (1 - sigmoid(beta * (baseline - score))). The baseline is an estimate of the
+    KL divergence from the reference (`baseline.py`). Scores, labels and losses have the shape (P,).
+    """
+    weights = torch.where(labels == 1, options.desirable_weight, options.undesirable_weight)
+    return weights * torch.sigmoid((1 - 2 * labels) * options.beta * (scores - baseline))
+
+
 LOSSES = {
     "sigmoid": Loss(sigmoid),
     "ipo": Loss(ipo, is_whole=True, is_averaged=True),
     "hinge": Loss(hinge),
     "robust": Loss(robust, flags=("label_smoothing",)),
+    "kto": Loss(kto, is_whole=True, flags=("desirable_weight", "undesirable_weight")),
     "orpo": Loss(orpo, needs_reference=False, is_whole=True, is_averaged=True, nll="sequence"),
     "simpo": Loss(simpo, False, is_whole=True, is_averaged=True, flags=("label_smoothing", "simpo_gamma")),
     "cpo": Loss(cpo, False, is_whole=True, nll="answer", flags=("label_smoothing", "cpo_alpha")),
 }
-DEFAULTS = {"label_smoothing": 0.0, "simpo_gamma": 0.5, "cpo_alpha": 1.0}
+DEFAULTS = {
+    "label_smoothing": 0.0,
+    "simpo_gamma": 0.5,
+    "cpo_alpha": 1.0,
+    "desirable_weight": 1.0,
+    "undesirable_weight": 1.0,
+}
 FLAGS = ("loss", "beta", *DEFAULTS)  # the flags that affect an update
 
 
@@ -141,9 +162,13 @@ def add_loss_arguments(group: argparse._ArgumentGroup) -> None:
     group.add_argument("--simpo_gamma", type=arguments.not_negative_float, metavar="G", help=about)
     about = "weight of the chosen answers' likelihood in cpo (default: 1)"
     group.add_argument("--cpo_alpha", type=arguments.not_negative_float, metavar="A", help=about)
+    about = "weight of desirable answers in kto (default: 1)"
+    group.add_argument("--desirable_weight", type=arguments.not_negative_float, metavar="W", help=about)
+    about = "weight of undesirable answers in kto (default: 1)"
+    group.add_argument("--undesirable_weight", type=arguments.not_negative_float, metavar="W", help=about)
 
 
-def check_loss(args: argparse.Namespace) -> list[str]:
+def check_loss(args: Arguments) -> list[str]:
     """Returns a line for each option that the loss does not use or support; sets the defaults of the others."""
     problems = []
     for name, default in DEFAULTS.items():
@@ -156,25 +181,31 @@ def check_loss(args: argparse.Namespace) -> list[str]:
         problems.append(f"--label_smoothing {args.label_smoothing:g} is not below 0.5; pass a smaller share")
     if args.loss == "robust" and not args.label_smoothing:
         problems.append("--loss robust needs the share of swapped pairs; pass --label_smoothing, or use --loss sigmoid")
+    if args.loss == "kto" and args.global_batch_size == 1:
+        problems.append("--loss kto compares the answers of a global batch; use a --global_batch_size of at least 2")
+    if args.loss == "kto" and args.shared("micro_batch_tokens") == "auto":
+        problems.append("--micro_batch_tokens auto: KTO has two forward passes per update; pass a number")
     return problems
 
 
 def objective_of(args: argparse.Namespace) -> Objective:
     """Returns the loss and options in flags that `check_loss` has checked."""
-    options = Options(args.beta, args.label_smoothing, args.simpo_gamma)
+    options = Options(**{name: getattr(args, name) for name in Options._fields})
     return Objective(args.loss, options, args.cpo_alpha if args.loss == "cpo" else 1.0)
 
 
 def sum_answers(losses: Tensor, places: Tensor) -> Tensor:
-    """Returns the log-probabilities of chosen and rejected answers, (P, 2).
+    """Returns the log-probabilities of answers, (R,).
 
-    losses: token losses (N,). places: (2 P, T), indices of each answer's tokens in `losses`, padded with N.
+    losses: token losses (N,). places: (R, T), indices of each answer's tokens in `losses`, padded with N.
     """
-    return -F.pad(losses, (0, 1))[places].sum(1).view(-1, 2)  # padding reads the appended 0
+    return -F.pad(losses, (0, 1))[places].sum(1)  # padding reads the appended 0
 
 
 def loss_and_margins(losses: Tensor, micro_batch: dict[str, Tensor]) -> tuple[Tensor, Tensor]:
     """Returns the summed loss of P pairs, and their reward margins (P,), where beta times a score is a reward.
+
+    For KTO: of P rows, and the margins of their rewards over the baseline's.
 
     losses: token losses (N,). micro_batch: that of `collate_preferences`.
     """
@@ -182,6 +213,11 @@ def loss_and_margins(losses: Tensor, micro_batch: dict[str, Tensor]) -> tuple[Te
     loss, options = LOSSES[name], Options(*micro_batch[f"target_loss_{name}"].unbind())
     places = micro_batch["target_places"]
     scores = sum_answers(losses, places)
+    if name == "kto":
+        scores, baseline = scores - micro_batch["target_reference"][:, 0], micro_batch["target_baseline"]
+        total = kto(scores, micro_batch["targets"], baseline, options).sum()
+        return total, options.beta * (scores - baseline)
+    scores = scores.view(-1, 2)
     if loss.needs_reference:
         scores = scores - micro_batch["target_reference"]
     if loss.is_averaged:
@@ -190,3 +226,28 @@ def loss_and_margins(losses: Tensor, micro_batch: dict[str, Tensor]) -> tuple[Te
     if loss.nll:
         total = total + micro_batch["target_nll_scale"] * losses[micro_batch["target_nll"]].sum()
     return total, options.beta * _difference(scores)
+
+
+def summarize_margins(loss: str, margins: np.ndarray, labels: np.ndarray) -> dict[str, float]:
+    """Returns the metrics of the held-out set: the share of margins of the right sign, and the mean margin.
+
+    For KTO the labels (P,) decide on the sign, and the margin is the mean reward of desirable minus that of undesirable
+    answers, if there are both.
+    """
+    if loss != "kto":
+        return {"accuracy": (margins > 0).mean().item(), "margin": margins.mean().item()}
+    is_desirable = labels == 1
+    metrics = {"accuracy": ((margins > 0) == is_desirable).mean().item()}
+    if 0 < is_desirable.sum() < len(labels):
+        metrics["margin"] = (margins[is_desirable].mean() - margins[~is_desirable].mean()).item()
+    return metrics
+
+
+def describe_metrics(loss: str, results: dict[str, Any]) -> list[str]:
+    """Returns a line on the held-out set, if there is one."""
+    if "accuracy" not in results:
+        return []
+    line = f"the chosen answer has the higher reward in {results['accuracy']:.1%} of the held-out pairs"
+    if loss == "kto":
+        line = f"{results['accuracy']:.1%} of the held-out answers have a reward on the side of their label"
+    return [f"{line}, by {results['margin']:.4f} on average over all" if "margin" in results else line]

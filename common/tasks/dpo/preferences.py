@@ -7,9 +7,8 @@ The targets are the tokens of the answers. If the loss contains only differences
 at the first difference, because before it the log-probabilities are equal in both sequences and cancel.
 """
 
-import copy
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -35,12 +34,7 @@ from common.tasks.dpo.rows import ANSWERS, CONTEXT, PROMPTS, check_row, find_mis
 from common.training.padding import round_up
 
 
-def columns_of(source: Source) -> tuple[str, ...] | None:
-    """Returns the columns with text to train a tokenizer on; None, the default column, for the embedded corpus."""
-    return None if source.embedded else _columns_of(open_source(source))
-
-
-def _columns_of(corpus: Corpus) -> tuple[str, ...]:
+def columns_of(corpus: Corpus) -> tuple[str, ...]:
     """Returns the columns of prompt and answers."""
     check_columns(corpus, ANSWERS)
     return tuple(name for name in ("prompt", *ANSWERS) if name in corpus.columns)
@@ -76,7 +70,7 @@ def tokenize_preferences(
     corpus = open_source(source)
     if source.embedded:
         corpus = embedded_preferences(corpus, source.text_column)
-    columns, is_whole = _columns_of(corpus), objective.loss.is_whole
+    columns, is_whole = columns_of(corpus), objective.loss.is_whole
     directory = cached(
         "preferences",
         [corpus.identity, columns, tokenizer_identity(tokenizer), length, *["whole"] * is_whole],
@@ -105,7 +99,7 @@ def split_body(function: str) -> tuple[str, str] | None:
     return "\n".join(lines[:end]) + "\n", "\n".join(lines[end:])
 
 
-def _encode(
+def encode_answers(
     batch: list[Row],
     columns: tuple[str, ...],
     answer: str,
@@ -127,7 +121,7 @@ def _encode(
             if is_whole:
                 both = zip(*(_chat_of(row, name) for name in ANSWERS), strict=False)
                 num_common = next((n for n, (a, b) in enumerate(both) if a != b), len(chat))
-                chat = [*map(_as_context, chat[:num_common]), *chat[num_common:]]
+                chat = [*map(as_context, chat[:num_common]), *chat[num_common:]]
             rows.append(row._replace(values={answer: chat, "tools": row.values.get("tools")}))
     return encode_chats(rows, tokenizer, counts, process, answer)
 
@@ -142,7 +136,7 @@ def _chat_of(row: Row, answer: str) -> list[Message]:
     return with_system(row, [*first, *history_of(row), *messages[len(first) :]])
 
 
-def _as_context(message: Message) -> Message:
+def as_context(message: Message) -> Message:
     """Returns the message, marked as no target."""
     marks = {"weight": 0} if message["role"] == "assistant" else {}
     return {key: value for key, value in message.items() if key not in TRAINING_KEYS} | marks
@@ -164,7 +158,7 @@ def _write(
                 with reading(row.where):
                     check_row(row, columns)
                     corpus.unused.update(find_missing_prompts(row, columns))
-            both = [_encode(batch, columns, answer, tokenizer, counts, process, is_whole) for answer in ANSWERS]
+            both = [encode_answers(batch, columns, answer, tokenizer, counts, process, is_whole) for answer in ANSWERS]
             has_prompt = "prompt" in columns or isinstance(batch[0].values[ANSWERS[0]], list)
             for chosen, rejected in zip(*both, strict=True):
                 if chosen[0][:1] != rejected[0][:1]:  # a first token cannot be a target
@@ -218,6 +212,13 @@ class Pair(NamedTuple):
     nll_scale: float = 0.0  # factor of the token losses in the loss's NLL, in the summed loss of the global batch
 
 
+def view_of(store: Any, **attributes: Any) -> Any:
+    """Returns a shallow copy of a store with different attributes. (`copy.copy` would open the files again.)"""
+    view = object.__new__(type(store))
+    vars(view).update(vars(store) | attributes)
+    return view
+
+
 class Preferences(TokenStore):
     """Memory-mapped pairs: a `batching.Samples`. A pair counts as one target, because the loss is a mean over pairs."""
 
@@ -233,12 +234,8 @@ class Preferences(TokenStore):
         is_held_out: bool = False,
     ) -> None:
         super().__init__(directory, ANSWERS)
-        self.sequence_length, self.objective, self.is_held_out, meta = (
-            sequence_length,
-            objective,
-            is_held_out,
-            self.meta,
-        )
+        self.sequence_length, self.objective, self.is_held_out = sequence_length, objective, is_held_out
+        meta = self.meta
         self._targets = self.column("targets").reshape(-1, 2)
         self.num_target_tokens, self.num_dropped = meta["pairs"], meta["dropped"]
         self.max_length = 2 * meta["max_length"]
@@ -263,9 +260,7 @@ class Preferences(TokenStore):
         """Returns the pairs of a global batch as a dataset, and their ids; the held-out set is averaged as a whole."""
         if self.is_held_out or not self.objective.loss.nll:
             return self, ids
-        samples = copy.copy(self)
-        samples.nll_scale = self._nll_scale(ids)
-        return samples, ids
+        return view_of(self, nll_scale=self._nll_scale(ids)), ids
 
     def set_reference(self, path: Path | None) -> None:
         """Sets the .npy file with the reference log-probabilities of all pairs, (pairs, 2); None: zeros."""
@@ -332,32 +327,44 @@ def collate_preferences(
     """
     rows = [stored for sample in samples for stored in sample.answers]
     real = [sample for sample in samples if sample.number is not None]
-    length = round_up(max(1, *(len(stored) - 1 for stored in rows)), max(1, multiple_of // 2))
+    chosen = range(0, 2 * len(real), 2) if objective.loss.nll else range(0)
+    padded, offsets = pad_rows(
+        rows, pad_token_id, max(1, multiple_of // 2), chosen if objective.loss.nll == "sequence" else ()
+    )
+    micro_batch = padded | {
+        "target_places": padded["target_places"][: 2 * len(real)],
+        "targets": np.ones(len(real), np.float32),
+        "target_pairs": np.array([sample.number for sample in real], np.int64),
+        "target_reference": np.array([sample.reference for sample in real], samples[0].reference.dtype).reshape(-1, 2),
+        "target_nll": np.concatenate([np.zeros(0, np.int64), *(np.arange(*offsets[n : n + 2]) for n in chosen)]),
+    }
+    tensors = {name: torch.from_numpy(array) for name, array in micro_batch.items()}
+    tensors["target_nll_scale"] = torch.tensor(samples[0].nll_scale)
+    return tensors | {f"target_loss_{objective.name}": torch.tensor(objective.options)}
+
+
+def pad_rows(
+    rows: list[np.ndarray], pad_token_id: int, multiple_of: int, all_targets: Collection[int] = ()
+) -> tuple[dict[str, np.ndarray], np.ndarray]:
+    """Returns input and targets of R stored sequences, and the offsets (R + 1,) of their targets in `target_tokens`.
+
+    The names and shapes are those of `collate_preferences`, with R = 2 P. all_targets: numbers of the rows of which
+    `target_tokens` includes all tokens but the first; their `target_places` are those of the targets alone.
+    """
+    length = round_up(max(1, *(len(stored) - 1 for stored in rows)), multiple_of)
     input_ids = np.full((len(rows), length), pad_token_id, np.int64)
     tokens, predicting_rows, of_answer = [], [], []
     for number, stored in enumerate(rows):
         ids, targets, predicted = split_targets(stored)
         input_ids[number, : max(1, len(ids) - 1)] = ids[: max(1, len(ids) - 1)]
         of_answer.append(np.arange(len(targets)))
-        if objective.loss.nll == "sequence" and number % 2 == 0:
+        if number in all_targets:
             of_answer[-1], targets, predicted = predicted, ids[1:], np.arange(len(ids) - 1)
         tokens.append(targets)
         predicting_rows.append(number * length + predicted)
     offsets = np.cumsum([0, *map(len, tokens)])
-    places = np.full((2 * len(real), max(map(len, of_answer))), offsets[-1])
-    for row, start, own in zip(places, offsets, of_answer, strict=False):
+    places = np.full((len(rows), max(map(len, of_answer))), offsets[-1])
+    for row, start, own in zip(places, offsets[:-1], of_answer, strict=True):
         row[: len(own)] = start + own
-    in_nll = [np.arange(*offsets[n : n + 2]) for n in range(0, 2 * len(real) if objective.loss.nll else 0, 2)]
-    micro_batch = {
-        "input_ids": input_ids,
-        "targets": np.ones(len(real), np.float32),
-        "target_tokens": np.concatenate(tokens),
-        "target_rows": np.concatenate(predicting_rows),
-        "target_places": places,
-        "target_pairs": np.array([sample.number for sample in real], np.int64),
-        "target_reference": np.array([sample.reference for sample in real], samples[0].reference.dtype).reshape(-1, 2),
-        "target_nll": np.concatenate([np.zeros(0, np.int64), *in_nll]),
-    }
-    tensors = {name: torch.from_numpy(array) for name, array in micro_batch.items()}
-    tensors["target_nll_scale"] = torch.tensor(samples[0].nll_scale)
-    return tensors | {f"target_loss_{objective.name}": torch.tensor(objective.options)}
+    arrays = {"input_ids": input_ids, "target_tokens": np.concatenate(tokens)}
+    return arrays | {"target_rows": np.concatenate(predicting_rows), "target_places": places}, offsets

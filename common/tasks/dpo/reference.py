@@ -52,12 +52,19 @@ def of_answers(model: nn.Module, micro_batch: dict[str, Tensor], loss_of: Callab
     return model(input_ids=micro_batch["input_ids"], **tokens, loss_of=loss_of)
 
 
-def describe_rewards(results: dict[str, Any]) -> list[str]:
-    """Returns a line on the held-out pairs, if there are any."""
-    if "margin" not in results:
-        return []
-    line = f"the chosen answer has the higher reward in {results['accuracy']:.1%} of the held-out pairs"
-    return [f"{line}, by {results['margin']:.4f} on average over all"]
+def sum_mismatched(model: nn.Module, micro_batch: dict[str, Tensor]) -> Tensor:
+    """Returns the log-probabilities (P,) of the mismatched answers of a micro-batch of KTO."""
+    prefix = "target_mismatched_"
+    mismatched = {name.removeprefix(prefix): x for name, x in micro_batch.items() if name.startswith(prefix)}
+    return of_answers(model, mismatched, partial(sum_answers, places=mismatched["target_places"]))
+
+
+def _both_answers(model: nn.Module, micro_batch: dict[str, Tensor]) -> Tensor:
+    """Returns log-probabilities (P, 2): of chosen and rejected answers, or of own and mismatched answers of KTO."""
+    own = of_answers(model, micro_batch, partial(sum_answers, places=micro_batch["target_places"]))
+    if "target_loss_kto" in micro_batch:
+        return torch.stack([own, sum_mismatched(model, micro_batch)], 1)
+    return own.view(-1, 2)
 
 
 def add_reference(run: Any, model: nn.Module) -> None:
@@ -70,7 +77,8 @@ def add_reference(run: Any, model: nn.Module) -> None:
         return
     loader, order = run.load(), []
     # A run of at most one epoch needs the reference of the pairs in its updates only.
-    if args.num_updates <= len(run.loader.dataset):
+    # Mismatched answers differ per epoch, so KTO needs a reference for each.
+    if args.num_updates <= len(run.loader.dataset) or args.loss == "kto":
         loader = run.load(range(args.num_updates))
         order = [args.num_updates, args.global_batch_size, args.seed, args.drop_last_window]
     _add(run, model, "training", loader, order)
@@ -124,7 +132,7 @@ def _compute(run: Any, model: nn.Module, loader: Any) -> np.ndarray:
     for batch in tqdm(loader, desc="reference", unit="batch", disable=hidden):
         num_pairs += batch.num_samples
         for micro_batch, _ in run.micro_batches(batch):
-            own_values.append(of_answers(model, micro_batch, partial(sum_answers, places=micro_batch["target_places"])))
+            own_values.append(_both_answers(model, micro_batch))
             own_numbers.append(micro_batch["target_pairs"])
     model.train()
     gather, pad = run.accelerator.gather, run.accelerator.pad_across_processes
@@ -132,6 +140,6 @@ def _compute(run: Any, model: nn.Module, loader: Any) -> np.ndarray:
     values = gather(pad(torch.cat(own_values))).cpu().numpy()[numbers >= 0]
     numbers, first = np.unique(numbers[numbers >= 0], return_index=True)  # ranks that share a layer have the same pairs
     assert len(numbers) == num_pairs, "each pair has a reference"
-    reference = np.full((len(loader.dataset.samples), 2), np.nan, values.dtype)
+    reference = np.full((max(len(loader.dataset.samples), numbers.max() + 1), 2), np.nan, values.dtype)
     reference[numbers] = values[first]
     return reference
