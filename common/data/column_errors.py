@@ -27,7 +27,7 @@ def missing_column(location: str, missing: list[str], columns: list[str] | tuple
 
 def wrong_columns(location: str, wanted: tuple[str, ...], columns: tuple[str, ...], flags: str) -> str:
     """Returns the message for required columns of which one is missing or has two uses; `flags` select them."""
-    missing = [column for column in wanted if column not in columns]
+    missing = [column for column in dict.fromkeys(wanted) if column not in columns]
     twice = next((column for column in wanted if wanted.count(column) > 1), None)
     if missing or twice is None:
         line = missing_column(location, missing, columns)
