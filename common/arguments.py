@@ -228,8 +228,10 @@ def add_language_arguments(
     if examples:
         add("--prompt_column", "column with the prompt (default: prompt)")
         add("--completion_column", "column with the target (default: completion)")
-        about = "split concatenated texts into blocks, or use each row as a sample (default: depends on the columns)"
-        add("--shape", about, choices=("blocks", "examples"))
+        about = "concatenated texts in blocks, each row as a sample, or whole rows packed (default: depends on columns)"
+        add("--shape", about, choices=("blocks", "examples", "packed"))
+        about = "whether a token attends only to its own document (default: only with --shape packed)"
+        add("--document_mask", about, action=argparse.BooleanOptionalAction)
     if examples or chats:
         about = "Jinja file with a chat template, or chatml; replaces the template of the tokenizer"
         add("--chat_template", about, metavar="FILE")
@@ -289,7 +291,7 @@ def text_sources(args: Arguments) -> "tuple[Source, Source | None]":
     from common.data.source_types import Source
     from common.data.sources import check_sources
 
-    names = ("text_column", "prompt_column", "completion_column", "max_row_bytes")
+    names = ("text_column", "prompt_column", "completion_column", "document_mask", "max_row_bytes")
     columns = {name: args.shared(name) for name in names if name in args.shared_flags}
     files = [args.train_file, args.validation_file]
     if args.dataset_name or args.shared("chat_template") or any(":" in path for path in [*files[0], *files[1]]):
@@ -299,7 +301,7 @@ def text_sources(args: Arguments) -> "tuple[Source, Source | None]":
     else:
         train, validation = [Source(files=tuple(paths), **columns) if paths else None for paths in files]
     if train is None:
-        train, validation = Source(embedded="train"), validation or Source(embedded="validation")
+        train, validation = Source(embedded="train", **columns), validation or Source(embedded="validation", **columns)
     check_sources(train, validation)
     if train.text_column != "text":
         from common.rare_arguments import check_text_column

@@ -77,7 +77,7 @@ FLAGS: dict[str, tuple[str, str]] = {
     "max_seq_length": ("S", "--sequence_length {N}"),
     "max_source_length": ("N", "--sequence_length {N}"),
     "max_target_length": ("N", "--target_length {N}"),
-    "packing": ("S", "--shape blocks"),
+    "packing": ("S", "--shape packed"),
     "model_name": ("", "--model_name_or_path {NAME}"),
     "use_peft": ("", "--lora_rank 16"),
     "lora_r": ("", "--lora_rank {N}"),

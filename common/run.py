@@ -15,12 +15,6 @@
     run.finish(results, ...)                          prints and saves the results, ends all ranks together
 
 Forward, backward, clipping and step are in the recipe.
-
-Run(args) sets args, launch_config, traits, accelerator, device, is_sharded, checkpoints, evaluations and is_stopped;
-begin: meta_model (a function), resumed (reads the checkpoint, or None), state (the progress) and memory_before;
-prepare: budget (of --micro_batch_tokens auto, or None), load (makes the loader of a range of updates), loader, held_out
-(its loader, or None), model and optimizer; training: output_dir, progress and requests (to stop); all_finite: reduced
-(sums over the ranks) and record (for metrics); then results, model_class and is_again (the results are written again).
 """
 
 import math
@@ -94,7 +88,7 @@ class Run:
         assert not (unknown := set(own_flags) - vars(self.args).keys()), f"run.begin: no flags: {sorted(unknown)}"
         argument_checks.check_samples(self.args, self.traits, train_set, held_out, self.launch_config.grid)
         self.meta_model = cache(partial(adapters.build_meta_base, self.args, config, model_class))
-        raise_errors(launch_checks.check_model(self.launch_config, config, model_class, self.meta_model))
+        _check_model(self, config, model_class)
         identity = identify(self.args, self.accelerator, config, tokenizer, train_set, held_out, *own_flags)
         self.resumed, self.state = self.checkpoints.find(identity, self.traits.size_flags), TrainingState()
         if self.resumed is not None:
@@ -137,7 +131,10 @@ class Run:
             from common.auto_micro_batch import start_budget
 
             self.budget = start_budget(self, train_set.max_length)
-        lines |= self.state.describe_patience(args)
+        if self.resumed is not None:
+            from common.report.held_out import describe_patience
+
+            lines |= describe_patience(self.state, args)
         options = self.traits, self.launch_config.grid, collate, attention_length(model.config)
         self.load = partial(make_loader, args, accelerator, *options, train_set)
         self.loader = self.load(range(self.state.update, self.state.end(args)))
@@ -252,6 +249,15 @@ class Run:
         if self.accelerator.is_main_process:
             tracking.print_results(self.results, self.output_dir, self.model_class, self.is_again, *extra_lines)
         shutdown.end_run(self.accelerator, NOTHING_TRAINED if tracking.describe_failure(self.results) else 0)
+
+
+def _check_model(run: Run, config: Any, model_class: Any) -> None:
+    """Raises UserError: the launch or --document_mask does not support the model; turns on the mask."""
+    raise_errors(launch_checks.check_model(run.launch_config, config, model_class, run.meta_model))
+    if run.args.shared("document_mask") or run.args.shared("shape") == "packed":
+        from common.models.document_masks import mask_documents
+
+        mask_documents(run.meta_model(), run.launch_config.grid)
 
 
 def _batches(run: Run) -> Generator[GlobalBatch, None, None]:

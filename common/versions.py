@@ -1,9 +1,6 @@
 """Versions of Python and of the packages that affect results, and the tested versions."""
 
-import os
 import platform
-import sys
-import time
 from collections.abc import Iterator
 from contextlib import suppress
 from importlib.metadata import PackageNotFoundError, version
@@ -61,13 +58,3 @@ def check_versions(installed: dict[str, str] | None = None) -> None:
                 untested.append(f"{package} {found} (tested: {tested})")
     if untested:
         logger.warning("untested versions: %s; if something fails, install requirements.txt", ", ".join(untested))
-
-
-def exit_if_broken() -> None:
-    """Ends the process with status 2 if a version is known not to work, before an import of the package fails."""
-    if problems := list(broken_versions(versions())):
-        if os.environ.get("LOCAL_RANK", "0") == "0":
-            print("\n".join(f"error: {problem}" for problem in problems), file=sys.stderr, flush=True)
-        else:
-            time.sleep(2)  # because the launcher ends all ranks once a rank ends; the first must print before
-        sys.exit(2)

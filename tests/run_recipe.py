@@ -23,6 +23,7 @@ sys.path.insert(0, str(ROOT))
 from changes import UNDO, change, checkpoints, failures, made, numbers, observations, waits, work  # noqa: E402
 
 from common.parallel import shutdown  # noqa: E402
+from common.process import this_process  # noqa: E402
 from common.report import flops  # noqa: E402
 from common.training.stop_signals import STOPPED  # noqa: E402
 
@@ -42,6 +43,7 @@ def main():
             UNDO.callback(AcceleratorState._reset_state, reset_partial_state=False)
             # A second process group on the launcher's store can meet the keys of the first: one serves all runs.
             change(shutdown, "end_run", lambda accelerator, status=0: accelerator.wait_for_everyone())
+            change(this_process(), "has_document_mask", False)
             change(sys, "argv", [recipe, *spec["flags"]])
             if not is_counted:
                 change(flops, "of_run", lambda *_: None)

@@ -26,6 +26,7 @@ from common.internals import bitsandbytes as of_bitsandbytes
 from common.internals import datasets as of_datasets
 from common.internals import huggingface_hub as of_hub
 from common.internals import python as of_python
+from common.internals import python_uncommon as rare_python
 from common.internals import torch as of_torch
 from common.internals import transformers as of_transformers
 from common.internals import transformers_uncommon as rare_transformers
@@ -352,7 +353,7 @@ def test_the_checkpointing_of_layers_is_wrapped(llama):
     layers = [module for module in llama.modules() if isinstance(module, LlamaDecoderLayer)]
     assert all(of_transformers.is_checkpointed(layer) for layer in layers) and len(layers) == 2
     for layer in layers:
-        of_transformers.wrap_checkpointing(layer, count)
+        rare_transformers.wrap_checkpointing(layer, count)
     llama.train()(torch.zeros(1, 4, dtype=torch.int64)).logits.sum().backward()
     assert len(calls) == 2
 
@@ -368,7 +369,7 @@ def test_masks_look_at_no_positions(llama, monkeypatch):
     positions = torch.tensor([[0, 1, 0, 1]])
     assert original.find_packed_sequence_indices(positions).tolist() == [[0, 0, 1, 1]]
     monkeypatch.setattr(masking_utils, "find_packed_sequence_indices", original.find_packed_sequence_indices)
-    of_transformers.expect_unpacked_rows()
+    of_transformers.find_documents_with(lambda position_ids: None)
     mask = functools.partial(masking_utils.create_causal_mask, llama.config, past_key_values=None)
     mask = mask(inputs_embeds=torch.zeros(1, 4, 8), attention_mask=None, position_ids=positions)
     assert mask is None or bool(mask[0, 0, 3, 0] == 0)
@@ -435,7 +436,7 @@ def test_an_object_that_cannot_be_sent_is_told(monkeypatch):
     queue_class = multiprocessing.queues.Queue
     monkeypatch.setattr(queue_class, "_on_queue_feeder_error", queue_class._on_queue_feeder_error)
     queue, errors = multiprocessing.Queue(), multiprocessing.SimpleQueue()
-    of_python.handle_unsent(lambda error, _: errors.put(repr(error)))
+    rare_python.handle_unsent(lambda error, _: errors.put(repr(error)))
     queue.put(lambda: None)
     assert "lambda" in errors.get()
     queue.close()

@@ -50,10 +50,3 @@ class TrainingState:
         """Returns the total number of updates as far as known: --num_updates, or fewer if --patience is exhausted."""
         is_over = args.patience is not None and self.evaluations_since_best >= args.patience
         return self.update if is_over else args.num_updates
-
-    def describe_patience(self, args: argparse.Namespace) -> dict[str, str]:
-        """Returns the state of --patience, for the run summary of a resumed run."""
-        count = self.evaluations_since_best
-        text = f"{count} of {args.patience} evaluations in a row without a lower validation loss"
-        text += "; nothing is left to train" if self.end(args) < args.num_updates else ""
-        return {"patience": text} if args.patience and count else {}

@@ -23,29 +23,33 @@ def write_samples(
     sequence_length: int,
     measure_compression: bool,
 ) -> None:
-    """Writes a token store: a stream for blocks; for examples, also the column target_counts, a running sum."""
+    """Writes a token store: a stream for blocks and documents; for examples, also the running sum target_counts."""
     is_blocks, is_text = shape == "blocks", len(columns) == 1 and columns != ("messages",)
     counts = Counter(dict.fromkeys(("documents", "targets", "bytes", "truncated", "dropped", "empty", "max_length"), 0))
-    rows = batches(corpus, columns, is_blocks)
+    rows = batches(corpus, columns, whole_files=shape != "examples")
     samples: Iterator[tuple[Any, str]]
-    if is_blocks:
-        samples = _encode_stream(rows, columns[0], tokenizer, counts)
-    else:
+    if shape == "examples":
         from common.data.examples import encode_examples
 
         samples = encode_examples(rows, columns, tokenizer, sequence_length, counts)
+    else:
+        samples = _encode_stream(rows, columns[0], tokenizer, counts)
+    if shape == "documents":
+        from common.data.documents import mark_documents
+
+        samples = mark_documents(samples, directory, tokenizer, counts)
     sizes: dict[str, int | None] = {"gzip_bytes": None, "xz_bytes": None}
     if measure_compression and is_text:
         from common.data.compressed_size import measure_sizes
 
         samples = measure_sizes(samples, sizes)
-    with TokenWriter(directory, is_blocks, target_counts=[0]) as writer:
+    with TokenWriter(directory, shape != "examples", target_counts=[0]) as writer:
         for tokens, _ in samples:
             if is_blocks and not writer.num_tokens:
                 tokens[0] = ~tokens[0]
             writer.append(tokens, target_counts=[counts["targets"]])
-        if is_blocks and counts["documents"]:
-            counts["targets"] = writer.num_tokens - 1
+        if shape != "examples" and counts["documents"]:
+            counts["targets"] = writer.num_tokens - (counts["starts"] or 1)
         if counts["targets"] == 0:
             raise UserError(
                 f"{corpus.name}: no sample with a target in it ({counts['dropped']} rows were empty or all prompt); "

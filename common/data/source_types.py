@@ -24,6 +24,7 @@ class Source:
         text_column: the column with the text (.txt files and the embedded corpus have only this column).
         prompt_column, completion_column: columns of prompts and completions, if they do not have the default names.
         chat_template: Jinja template that replaces the tokenizer's own.
+        document_mask: whether documents in a block do not attend to each other, so that each is encoded by itself.
         max_row_bytes: a larger row is an error; a .txt file that is one document has no limit.
     """
 
@@ -38,6 +39,7 @@ class Source:
     prompt_column: str | None = None
     completion_column: str | None = None
     chat_template: str | None = None
+    document_mask: bool | None = None
     max_row_bytes: int = 64 << 20
 
 

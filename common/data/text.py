@@ -38,8 +38,8 @@ def tokenize(
     Args:
         sequence_length: maximum number of input tokens per sample.
         shape: "blocks" concatenates the documents and splits the stream: every token except the very first is a target
-            once. "examples" makes one sample of each row, truncated to sequence_length. None means examples if the
-            columns are `messages` or `prompt` and `completion`, otherwise blocks.
+            once. "examples" makes one sample of each row, truncated to sequence_length; "packed" puts several into a
+            block. None: examples if the columns are `messages` or `prompt` and `completion`, otherwise blocks.
         measure_compression: save the size of the text compressed with gzip -9 and xz -9, if it is at most 64 MiB.
     """
     if source.parts:
@@ -48,7 +48,12 @@ def tokenize(
         options = (tokenizer, sequence_length, shape, cache_dir, measure_compression)
         return Mixed({part.files[0]: tokenize(part, *options) for part in source.parts}, source.weights)
     tokenizer.chat_template = source.chat_template or tokenizer.chat_template
+    wrap: Any = None
     corpus, kind, columns = open_text(source, shape, bool(tokenizer.chat_template))
+    if source.document_mask or shape == "packed":
+        from common.data.documents import choose
+
+        kind, wrap = choose(kind, shape, source.document_mask, corpus.name)
     if source.chat_template and columns != ("messages",):
         from common.data.chat_notes import warn_unused_template
 
@@ -59,7 +64,8 @@ def tokenize(
     arguments = (corpus, kind, columns, tokenizer, sequence_length, measure_compression)
     directory = cached("samples", identity, lambda partial: _write_samples(partial, *arguments), cache_dir)
     no_more_threads()
-    return Samples(directory, sequence_length)
+    samples = Samples(directory, sequence_length)
+    return wrap(samples) if wrap else samples
 
 
 def _write_samples(directory: Path, *arguments: Any) -> None:
@@ -75,7 +81,7 @@ class Samples(TokenStore):
     stream[b*S+1 : (b+1)*S+1]; the last block is shorter.
     """
 
-    unit = "tokens"
+    unit, note = "tokens", " (no document mask)"
 
     def __init__(self, directory: str | Path, sequence_length: int) -> None:
         super().__init__(directory, block_length=sequence_length)
@@ -94,11 +100,11 @@ class Samples(TokenStore):
     def __reduce__(self) -> tuple[Any, ...]:
         return Samples, (self.directory, self.sequence_length)
 
-    def __getitem__(self, index: int) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    def __getitem__(self, index: int) -> tuple[np.ndarray, ...]:
         ids, targets, target_rows = split_targets(self.row(index)["tokens"])
         return ids[:-1], targets, target_rows
 
-    def dummy_sample(self) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    def dummy_sample(self) -> tuple[np.ndarray, ...]:
         """Returns a sample of one token without a target."""
         return self[0][0][:1], np.zeros(0, np.int64), np.zeros(0, np.int64)
 
@@ -118,7 +124,7 @@ class Samples(TokenStore):
         meta = self.meta
         unit = f"examples of {self.num_tokens / len(self):,.0f} tokens on average, at most {self.max_length}"
         if self.is_stream:
-            unit = f"blocks of {self.sequence_length} tokens from {meta['documents']:,} documents"
+            unit = f"blocks of {self.sequence_length} tokens from {meta['documents']:,} documents{self.note}"
         line = f"{meta['name']} ({', '.join(meta['columns'])}): {len(self):,} {unit}; "
         line += f"{self.num_target_tokens:,} targets, {meta['bytes']:,} bytes of text"
         if meta["truncated"]:

@@ -1,9 +1,6 @@
 """Private names of Python's standard library. Tested with Python 3.11."""
 
 import argparse
-import multiprocessing.queues
-from collections.abc import Callable
-from typing import Any
 
 
 def flags_of(parser: argparse.ArgumentParser) -> dict[str, argparse.Action]:
@@ -23,11 +20,3 @@ class HelpFormatter(argparse.ArgumentDefaultsHelpFormatter, argparse.RawDescript
     def _get_help_string(self, action: argparse.Action) -> str | None:
         has_none = action.default is None or action.default is False or action.default == []  # 0 is shown
         return action.help if has_none else super()._get_help_string(action)
-
-
-def handle_unsent(handler: Callable[[BaseException, Any], None]) -> None:
-    """Sets a function to call with (error, object) if this process cannot send an object through a queue.
-
-    Overwrites `multiprocessing.queues.Queue._on_queue_feeder_error`, since Python 3.7, which only prints the error.
-    """
-    multiprocessing.queues.Queue._on_queue_feeder_error = staticmethod(handler)  # type: ignore[attr-defined]  # private

@@ -3,7 +3,7 @@
 from collections.abc import Callable
 from typing import Any
 
-from torch import nn
+from torch import Tensor, nn
 
 from common.internals.library import private
 
@@ -23,18 +23,13 @@ def is_checkpointed(module: nn.Module) -> bool:
     return bool(getattr(module, "gradient_checkpointing", False)) and hasattr(module, "_gradient_checkpointing_func")
 
 
-def wrap_checkpointing(module: Any, wrap: Callable[[Callable[..., Any]], Callable[..., Any]]) -> None:
-    """Replaces a layer's function for recomputing activations by `wrap(function)`; see `is_checkpointed`."""
-    module._gradient_checkpointing_func = wrap(module._gradient_checkpointing_func)
+def find_documents_with(function: Callable[[Tensor], Tensor | None]) -> None:
+    """Makes attention masks use `function` to find the documents of a row, for the rest of the process.
 
-
-def expect_unpacked_rows() -> None:
-    """Makes attention masks assume that no row contains several packed sequences, for the rest of the process.
-
-    Overwrites `transformers.masking_utils.find_packed_sequence_indices`, which synchronises with the device; raises
-    UserError without it.
+    function: maps the position ids (B, L) to the index of each token's document, (B, L); None: one document per row.
+    Overwrites `masking_utils.find_packed_sequence_indices`, which waits for the device; raises UserError without it.
     """
     from transformers import masking_utils
 
     private(masking_utils, "find_packed_sequence_indices")
-    masking_utils.find_packed_sequence_indices = lambda position_ids: None  # type: ignore[assignment]  # on purpose
+    masking_utils.find_packed_sequence_indices = function  # type: ignore[assignment]  # on purpose

@@ -1,7 +1,7 @@
 """Private names of transformers for pretrained models and properties of models. Tested with 5.17 and 5.23."""
 
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -140,3 +140,8 @@ def supports_sdpa(model_class: Any) -> bool:
 def leave_out_of_files(model: Any, names: set[str]) -> None:
     """Makes `save_pretrained` leave out these weights, which are of our own: adds to `_keys_to_ignore_on_save`."""
     model._keys_to_ignore_on_save = {*(model._keys_to_ignore_on_save or ()), *names}
+
+
+def wrap_checkpointing(module: Any, wrap: Callable[[Callable[..., Any]], Callable[..., Any]]) -> None:
+    """Replaces a layer's function for recomputing activations by `wrap(function)` (`is_checkpointed`)."""
+    module._gradient_checkpointing_func = wrap(module._gradient_checkpointing_func)

@@ -15,9 +15,10 @@ from transformers.pytorch_utils import Conv1D
 from common.errors import UserError
 from common.models import packed_experts
 from common.models.decisions import decided_once
+from common.models.narrow_dtype import narrow_dtype
 from common.models.packed_experts import is_of_experts
 from common.packages import find_missing
-from common.training.precision import is_deepspeed, is_fsdp, narrow_dtype
+from common.training.precision import is_deepspeed, is_fsdp
 from common.training.process_grid import ProcessGrid
 
 

@@ -14,10 +14,10 @@ from transformers.pytorch_utils import Conv1D
 from common.errors import raise_errors
 from common.internals.transformers_uncommon import float32_modules
 from common.models import packed_experts
+from common.models.narrow_dtype import narrow_dtype
 from common.models.packed import PackedLinear, pack
 from common.models.single_copy import main_builds_weights
 from common.packages import find_missing
-from common.training.precision import narrow_dtype
 
 logging.getLogger("bitsandbytes.backends.cpu.ops").setLevel(logging.ERROR)  # it recommends a package that is not needed
 

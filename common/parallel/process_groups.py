@@ -30,7 +30,7 @@ def first_and_last_stage(grid: ProcessGrid, rank: int) -> list[int]:
 def gradient_peers(grid: ProcessGrid, rank: int) -> list[int]:
     """Returns the ranks with the same weights as `rank`, including `rank`; they average their gradients."""
     start = grid.stage(rank) * grid.stage_size
-    return list(range(start + grid.tensor_rank(rank), start + grid.stage_size, grid.tensor))
+    return list(range(start + rank % grid.tensor, start + grid.stage_size, grid.tensor))
 
 
 @cache

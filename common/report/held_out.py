@@ -1,5 +1,6 @@
 """Metrics of the held-out set: printed after an evaluation, added to metrics.jsonl, and described in the results."""
 
+import argparse
 import json
 from fractions import Fraction
 from pathlib import Path
@@ -54,6 +55,14 @@ def print_end_of_patience(progress: Any, patience: int) -> None:
             f"update {progress.state.update}: {patience} evaluation{'s' * (patience > 1)} in a row without {lower}: "
             "the training ends here (--patience)"
         )
+
+
+def describe_patience(state: Any, args: argparse.Namespace) -> dict[str, str]:
+    """Returns the state of --patience, for the run summary of a resumed run. state: its `TrainingState`."""
+    count = state.evaluations_since_best
+    text = f"{count} of {args.patience} evaluations in a row without a lower validation loss"
+    text += "; nothing is left to train" if state.end(args) < args.num_updates else ""
+    return {"patience": text} if args.patience and count else {}
 
 
 def describe_results(

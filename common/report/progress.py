@@ -113,6 +113,10 @@ class Progress:
             if batch is None:
                 return
             this_process().update = batch.update
+            if "position_ids" in batch.micro_batches[0]:  # checked here, where reading them does not wait for a GPU
+                from common.models.document_masks import check_unpacked
+
+                check_unpacked(*(micro_batch["position_ids"] for micro_batch in batch.micro_batches))
             yield batch
 
     def update(self, batch: GlobalBatch, **record: Any) -> None:

@@ -10,7 +10,8 @@ from transformers import PreTrainedModel
 
 from common.errors import UserError
 from common.internals.torch import argument_names
-from common.internals.transformers import is_checkpointed, wrap_checkpointing
+from common.internals.transformers import is_checkpointed
+from common.internals.transformers_uncommon import wrap_checkpointing
 
 # Measured with 2 x 512 tokens on one CPU core, for a Llama shape (4 layers of width 384, MLP of 1024, 6 heads, SDPA, no
 # output head). Memory between forward and backward, without parameters, in float32 and under bf16 autocast: none 128.9

@@ -124,24 +124,30 @@ def sample_ids_of(
 
 
 def collate_tokens(
-    samples: list[tuple[np.ndarray, np.ndarray, np.ndarray]], pad_token_id: int, multiple_of: int = 1
+    samples: list[tuple[np.ndarray, ...]], pad_token_id: int, multiple_of: int = 1
 ) -> dict[str, torch.Tensor]:
     """Pads samples on the right into one micro-batch: `input_ids` (B, L), `targets` (N,), `target_rows` (N,), int64.
 
     `target_rows[i]` is the position in the flattened input that predicts `targets[i]`. A sample is a tuple of the same
-    three arrays for a single row. Indexing with a mask would make the host wait for a GPU in every micro-batch. There
+    three arrays for a single row; with documents that do not attend to each other (`data.documents`), `position_ids`
+    (B, L) follow. Indexing with a mask would make the host wait for a GPU in every micro-batch. There
     is no attention mask: in a causal model no real token attends to padding on the right, and padding is not a target.
     """
     length = round_up(max(len(ids) for ids, *_ in samples), multiple_of)
     input_ids = np.full((len(samples), length), pad_token_id, np.int64)
     for row, (ids, *_) in enumerate(samples):
         input_ids[row, : len(ids)] = ids
-    rows = [row * length + target_rows for row, (*_, target_rows) in enumerate(samples)]
-    return {
+    rows = [row * length + target_rows for row, (_, _, target_rows, *_) in enumerate(samples)]
+    micro_batch = {
         "input_ids": torch.from_numpy(input_ids),
-        "targets": torch.from_numpy(np.concatenate([targets for _, targets, _ in samples])),
+        "targets": torch.from_numpy(np.concatenate([targets for _, targets, *_ in samples])),
         "target_rows": torch.from_numpy(np.concatenate(rows)),
     }
+    if len(samples[0]) > 3:  # positions that restart at each document
+        from common.training.token_rows import pad_rows
+
+        micro_batch["position_ids"] = pad_rows([torch.from_numpy(x) for *_, x in samples], multiple_of)
+    return micro_batch
 
 
 @dataclass(eq=False)

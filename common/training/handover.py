@@ -15,7 +15,7 @@ from typing import Any
 
 import torch
 
-from common.internals.python import handle_unsent
+from common.internals.python_uncommon import handle_unsent
 from common.training.stop_signals import SIGNALS
 
 ALIGNMENT = 64  # bytes, as torch aligns its own tensors

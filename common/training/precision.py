@@ -28,13 +28,6 @@ def is_fsdp() -> bool:
     return is_initialized() and AcceleratorState().distributed_type == DistributedType.FSDP
 
 
-def narrow_dtype() -> torch.dtype | None:
-    """Returns the 16-bit dtype of autocast or FSDP2; None in float32, and under DeepSpeed, which casts the model."""
-    if not is_initialized() or is_deepspeed():
-        return None
-    return {"bf16": torch.bfloat16, "fp16": torch.float16}.get(AcceleratorState().mixed_precision)
-
-
 def without_autocast(device: torch.device) -> AbstractContextManager:
     """Returns a context without autocast, for code that selects its own dtypes."""
     is_available = torch.amp.is_autocast_available(device.type)

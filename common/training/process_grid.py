@@ -54,10 +54,6 @@ class ProcessGrid:
         """Returns the index of a rank's part of each sample's tokens."""
         return rank // self.tensor % self.sequence
 
-    def tensor_rank(self, rank: int) -> int:
-        """Returns the index of a rank's part of each layer."""
-        return rank % self.tensor
-
     def stage(self, rank: int) -> int:
         """Returns the index of a rank's part of the model's depth."""
         return rank // self.stage_size

@@ -1,0 +1,181 @@
+"""Compares packed examples (`--shape packed`) with micro-batches of sorted examples (`--shape examples`).
+
+    .venv/bin/python benchmarks/packing.py            a few minutes; writes benchmarks/results/packing-cpu.json
+    .venv/bin/python benchmarks/packing.py --quick    smaller, and writes nothing
+
+Forward and backward of a small Llama over the same examples of random tokens, for three distributions of lengths. The
+arms take turns, and the median of the rounds is reported. Times are CPU seconds of one thread, so that other programs
+on the machine change them little. `targets_per_cpu_second` counts only targets, so padding lowers it. `unmasked` is the
+packed arm without a document mask: it shows the cost of the mask. `saved_mib` is the memory that a forward keeps for
+its backward, in the largest micro-batch. `padding` is that of 2,048 examples, in updates of about 64 examples.
+"""
+
+import argparse
+import datetime
+import json
+import math
+import platform
+import statistics
+import sys
+import tempfile
+import time
+from collections import Counter
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parent.parent
+sys.path.insert(1, str(ROOT))
+
+import numpy as np  # noqa: E402
+import torch  # noqa: E402
+from transformers import AutoModelForCausalLM, LlamaConfig  # noqa: E402
+
+from common import arguments as arguments  # noqa: E402  # before torch: see common/__init__.py
+from common.data.documents import PackedExamples, pack  # noqa: E402
+from common.data.text import Samples  # noqa: E402
+from common.data.token_store import TokenWriter  # noqa: E402
+from common.models.load import attention_length  # noqa: E402
+from common.models.untrained import build_untrained  # noqa: E402
+from common.process import this_process  # noqa: E402
+from common.report.tracking import versions  # noqa: E402
+from common.training.batching import GlobalBatches, collate_tokens  # noqa: E402
+from common.training.losses import sum_token_losses  # noqa: E402
+from common.training.micro_batch_partition import split_global_batch  # noqa: E402
+
+LENGTH, VOCABULARY, WIDTH = 512, 4096, 256
+ARMS = ("sorted", "packed", "unmasked")
+
+
+def draw_lengths(name: str, number: int) -> np.ndarray:
+    """Lengths of examples in tokens, from 8 to LENGTH: (number,)."""
+    generator = np.random.default_rng(0)
+    lengths = {
+        "uniform": lambda: generator.uniform(8, LENGTH, number),
+        "log-normal": lambda: generator.lognormal(math.log(60), 0.8, number),  # short, with a long tail
+        "bimodal": lambda: np.where(generator.random(number) < 0.8, 40, 440) + generator.uniform(-20, 20, number),
+    }
+    return lengths[name]().clip(8, LENGTH).astype(int)
+
+
+def write_store(directory: Path, lengths: np.ndarray) -> None:
+    """Writes examples of random tokens; the first token of each is not a target."""
+    generator, targets = np.random.default_rng(1), 0
+    with TokenWriter(directory, target_counts=[0]) as writer:
+        for length in lengths:
+            tokens = generator.integers(0, VOCABULARY, length + 1)
+            tokens[0], targets = ~tokens[0], targets + length
+            writer.append(tokens, target_counts=[targets])
+        counts = Counter(targets=int(targets), dropped=0, max_length=int(lengths.max()), bytes=0)
+        writer.finish(counts, whole_text=False, gzip_bytes=None, xz_bytes=None, end_tokens=[])
+
+
+def padding(lengths: np.ndarray, budget: int, batch: int) -> float:
+    """Returns the padding of samples in updates of `batch` samples, as a share of the computed tokens."""
+    computed = 0
+    for update in np.array_split(np.random.default_rng(2).permutation(lengths), len(lengths) // batch):
+        for micro_batch in split_global_batch(update, 1, None, budget)[0]:
+            computed += len(micro_batch) * int(update[micro_batch].max())
+    return 1 - int(lengths.sum()) / computed
+
+
+def step(model, batches: GlobalBatches, arm: str, storages: dict[int, int]) -> dict[str, float]:
+    """Forward and backward of all examples, as a single global batch; returns its measurements.
+
+    storages: bytes of each storage that autograd has saved, by its address; filled by a hook.
+    """
+    batch, saved = batches[0], []
+    this_process().has_document_mask = arm == "packed"
+    if arm == "unmasked":
+        for micro_batch in batch.micro_batches:
+            del micro_batch["position_ids"]
+    model.zero_grad()
+    began = time.process_time()
+    for micro_batch in batch.micro_batches:
+        storages.clear()
+        loss = model(**micro_batch)
+        saved.append(sum(storages.values()))
+        (loss / batch.num_targets).backward()
+    seconds = time.process_time() - began
+    return {
+        "targets_per_cpu_second": batch.num_targets / seconds,
+        "saved_mib": max(saved) / 2**20,
+        "micro_batches": len(batch.micro_batches),
+    }
+
+
+def main():
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--quick", action="store_true", help="small, and write nothing")
+    parser.add_argument("--examples", type=int, default=48, help="examples of an update (default: 48)")
+    parser.add_argument("--rounds", type=int, default=2, help="measured rounds (default: 2)")
+    parser.add_argument("--micro_batch_tokens", type=int, default=2048, help="tokens per micro-batch (default: 2048)")
+    args = parser.parse_args()
+    torch.set_num_threads(1)
+    sizes = {"hidden_size": WIDTH, "intermediate_size": 3 * WIDTH, "num_hidden_layers": 4, "num_attention_heads": 4}
+    config = LlamaConfig(**sizes, vocab_size=VOCABULARY, bos_token_id=0, eos_token_id=0, pad_token_id=0)
+    model = build_untrained(config, False, AutoModelForCausalLM)
+    sum_token_losses(model)
+    results: dict[str, dict] = {}
+    storages: dict[int, int] = {}
+    weights = {p.untyped_storage().data_ptr() for p in model.parameters()}
+
+    def save(tensor: torch.Tensor) -> torch.Tensor:
+        storage = tensor.untyped_storage()
+        if storage.data_ptr() not in weights:
+            storages[storage.data_ptr()] = storage.nbytes()
+        return tensor
+
+    for name in ("uniform", "log-normal", "bimodal"):
+        with tempfile.TemporaryDirectory() as directory:
+            store = Path(directory) / "store"
+            store.mkdir()
+            write_store(store, draw_lengths(name, 12 if args.quick else args.examples))
+            samples = {"sorted": Samples(store, LENGTH), "packed": PackedExamples(Samples(store, LENGTH))}
+            samples["unmasked"] = samples["packed"]
+            batches = {
+                arm: GlobalBatches(
+                    samples[arm],
+                    lambda rows: collate_tokens(rows, 0),
+                    global_batch_size=len(samples[arm]),
+                    micro_batch_size=None,
+                    micro_batch_tokens=args.micro_batch_tokens,
+                    rank=0,
+                    world_size=1,
+                    seed=0,
+                    attention_length=attention_length(config),
+                )
+                for arm in ARMS
+            }
+            with torch.autograd.graph.saved_tensors_hooks(save, lambda tensor: tensor):
+                rounds = [
+                    {arm: step(model, batches[arm], arm, storages) for arm in ARMS} for _ in range(1 + args.rounds)
+                ]
+            rounds = rounds[1:]  # the first one warms up
+        results[name] = {
+            arm: {key: statistics.median(each[arm][key] for each in rounds) for key in rounds[0][arm]} for arm in ARMS
+        }
+        lengths = draw_lengths(name, 2048)
+        blocks = np.bincount(pack(lengths, LENGTH), lengths).astype(int)
+        rows_per_block = len(lengths) / len(blocks)
+        results[name]["sorted"]["padding"] = padding(lengths, args.micro_batch_tokens, 64)
+        results[name]["packed"]["padding"] = padding(blocks, args.micro_batch_tokens, round(64 / rows_per_block))
+        results[name]["packed"]["rows_per_block"] = rows_per_block
+        for arm, measured in results[name].items():
+            print(f"{name:>10} {arm:>8} ", ", ".join(f"{key} {value:.4g}" for key, value in measured.items()))
+    if args.quick:
+        return
+    command = f"benchmarks/packing.py --examples {args.examples} --rounds {args.rounds}"
+    facts = {"command": command, "date": datetime.date.today().isoformat(), "rounds": args.rounds}
+    facts |= {"machine": platform.processor() or platform.machine(), "threads": 1, "versions": versions()}
+    facts |= {
+        "examples": args.examples,
+        "examples_for_padding": 2048,
+        "micro_batch_tokens": args.micro_batch_tokens,
+        "sequence_length": LENGTH,
+        "model": sizes,
+    }
+    path = ROOT / "benchmarks/results/packing-cpu.json"
+    path.write_text(json.dumps(facts | {"results": results}, indent=1) + "\n")
+
+
+if __name__ == "__main__":
+    main()
