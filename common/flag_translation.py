@@ -203,7 +203,7 @@ ELSEWHERE = {
     "loss": "dpo.py and embed.py",
     "metric": "classify.py, seq2seq.py and vision.py",
 }
-ELSEWHERE |= dict.fromkeys("completion_column prompt_column shape".split(), CAUSAL)
+ELSEWHERE |= dict.fromkeys("completion_column document_mask no-document_mask prompt_column shape".split(), CAUSAL)
 ELSEWHERE |= dict.fromkeys(
     "lora_alpha lora_dropout lora_rank lora_targets quantize use_dora use_rslora".split(), ADAPTED
 )
