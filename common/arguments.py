@@ -235,6 +235,8 @@ def add_language_arguments(
     if examples or chats:
         about = "Jinja file with a chat template, or chatml; replaces the template of the tokenizer"
         add("--chat_template", about, metavar="FILE")
+    if not longest:
+        add("--on_too_long", "for longer rows (default: truncate)", choices=("truncate", "drop", "error"))
     about = "maximum tokens per sample" + (f" (default: {longest})" if longest else "")
     add("--sequence_length", about, type=positive, default=None if longest else 256)
     add_model_arguments(parser)
@@ -291,7 +293,7 @@ def text_sources(args: Arguments) -> "tuple[Source, Source | None]":
     from common.data.source_types import Source
     from common.data.sources import check_sources
 
-    names = ("text_column", "prompt_column", "completion_column", "document_mask", "max_row_bytes")
+    names = ("text_column", "prompt_column", "completion_column", "document_mask", "max_row_bytes", "on_too_long")
     columns = {name: args.shared(name) for name in names if name in args.shared_flags}
     files = [args.train_file, args.validation_file]
     if args.dataset_name or args.shared("chat_template") or any(":" in path for path in [*files[0], *files[1]]):

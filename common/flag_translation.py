@@ -194,6 +194,7 @@ ELSEWHERE = {
     "validation_file": f"{NOT_TEXT}, which uses --validation_dir instead",
     "sequence_length": NOT_TEXT,
     "max_row_bytes": NOT_TEXT,
+    "on_too_long": "all recipes except long_sequence.py and vision.py",
     "micro_batch_tokens": "all recipes except long_sequence.py and vision.py",
     "model_config": "all recipes except long_sequence.py, which uses --architecture instead",
     "text_column": ONE_TEXT,

@@ -65,7 +65,7 @@ def load_data(args):
     source, held_out_source = arguments.text_sources(args)
     train, held_out, names, classes = text_classifier.read_rows(args, source, held_out_source)
     config, tokenizer, names = text_classifier.choose_model(args, MODEL_CONFIGS, source, names, classes)
-    samples = partial(text_classifier.label, names=names, tokenizer=tokenizer, sequence_length=args.sequence_length)
+    samples = partial(text_classifier.label, names=names, tokenizer=tokenizer, args=args)
     return tokenizer, config, samples(train), held_out and samples(held_out), names
 
 

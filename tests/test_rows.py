@@ -128,7 +128,7 @@ def test_answers_without_a_target_are_counted_and_refused_if_they_are_all(words,
     assert "1 of 2 answers have no targets" in told
     silent = SPACED.replace("m.content", "'' if loop.index == 2 else m.content")
     told = samples_of(tmp_path, words, silent, "c.jsonl", {"messages": [*ask("yes"), *ask("no")]}).describe()
-    assert "leaves out content (1 messages)" in told and "1 of 2 answers have no targets" in told
+    assert "leaves out content (1 messages, first: " in told and "1 of 2 answers have no targets" in told
     assert "of 2 answers" not in samples_of(tmp_path, words, SPACED_TAGGED, "d.jsonl", *rows).describe()
 
 
@@ -187,7 +187,8 @@ def test_tools_reach_the_template_as_objects_or_as_json(tokenizer, tmp_path):
         found = samples_of(tmp_path, tokenizer, AS_JSON, f"other {number}.jsonl", other | {"tools": tools})
         assert tokenizer.decode(found[0][0]).startswith('[{"type": "function", ')
     told = samples_of(tmp_path, tokenizer, PLAIN, "plain.jsonl", row | {"tools": tools}).describe()
-    assert "the chat template leaves out tools (1 rows): the model does not see them" in told
+    first = f"first: {tmp_path}/plain.jsonl, line 1"
+    assert f"the chat template leaves out tools (1 rows, {first}): the model does not see them" in told
     for number, wrong in enumerate(["level", {"name": "level"}, ["level"], 3]):
         with pytest.raises(UserError, match="line 1: column tools is neither a list of functions nor JSON of one"):
             samples_of(tmp_path, tokenizer, AS_JSON, f"wrong {number}.jsonl", row | {"tools": wrong})
@@ -229,18 +230,19 @@ def test_what_the_template_does_not_write_is_named(tokenizer, tmp_path):
     """Of each key, in how many messages. Control: a template that writes it."""
     turns = ask("yes", reasoning_content="hm", name="bob") + ask("no", mood="oh", tool_calls=[{"name": "f"}])
     told = samples_of(tmp_path, tokenizer, PLAIN, "a.jsonl", {"messages": turns}, {"messages": CHAT}).describe()
-    names = "mood (1 messages), name (1 messages), reasoning_content (1 messages), tool_calls (1 messages)"
+    keys, first = ("mood", "name", "reasoning_content", "tool_calls"), f"first: {tmp_path}/a.jsonl, line 1"
+    names = ", ".join(f"{key} (1 messages, {first})" for key in keys)
     assert f"the chat template leaves out {names}: the model does not see them" in told
     thinks = PLAIN.replace("{{ m.content", "{{ m.reasoning_content }}{{ m.name }}{{ m.content")
     told = samples_of(tmp_path, tokenizer, thinks, "a.jsonl", {"messages": turns}).describe()
-    assert "leaves out mood (1 messages), tool_calls (1 messages)" in told
+    assert f"leaves out mood (1 messages, {first}), tool_calls (1 messages, {first})" in told
     deaf = PLAIN.replace("{{ m.content }}", "{{ m.content if m.role != 'system' }}")
     system = {"role": "system", "content": "be kind"}
     told = samples_of(tmp_path, tokenizer, deaf, "c.jsonl", {"messages": [system, *CHAT]}).describe()
-    assert "the chat template leaves out content (1 messages)" in told
+    assert "the chat template leaves out content (1 messages, first: " in told
     turned = [{"from": "human", "value": "x", "weight": 0, "lang": "de"}, {"from": "gpt", "value": "y"}]
     told = samples_of(tmp_path, tokenizer, PLAIN, "d.jsonl", {"conversations": turned}).describe()
-    assert "leaves out lang (1 messages)" in told and "weight" not in told
+    assert "leaves out lang (1 messages, first: " in told and "weight" not in told
 
 
 # --- columns beside messages and instructions

@@ -198,7 +198,8 @@ def test_cut_and_empty_rows_are_counted(tokenizer, tmp_path, cache):
     samples = tokenize(source_of(tmp_path / "a.jsonl", rows), tokenizer, 12, None, cache)
     assert len(samples) == 2 and samples.max_length == 12 and samples.lengths([0, 1]).max() == 12
     assert (samples.meta["truncated"], samples.meta["dropped"]) == (1, 2)
-    assert "1 cut at 12" in samples.describe() and "2 empty" in samples.describe()
+    said = "1 truncated at 12; 1 left out, because all their targets are beyond 12 tokens; 1 empty or without a target"
+    assert said in samples.describe()
     with pytest.raises(UserError, match="no sample with a target.*raise --sequence_length"):
         tokenize(source_of(tmp_path / "b.jsonl", rows[2:]), tokenizer, 12, None, cache)
     assert not list(cache.glob("*.partial"))

@@ -15,7 +15,7 @@ from filelock import FileLock, Timeout
 from common.errors import UserError, one_line
 from common.files import CONTENTS, PARTIAL, complete_or_absent, remove, size_and_digest
 
-FORMAT = 4  # increase this when the meaning of a cached file changes
+FORMAT = 5  # increase this when the meaning of a cached file changes
 
 
 def cached(

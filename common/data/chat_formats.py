@@ -1,5 +1,6 @@
 """Converts ShareGPT conversations and Alpaca instructions to messages, or to prompt and completion."""
 
+import json
 from collections.abc import Iterator
 from dataclasses import replace
 from typing import Any
@@ -15,6 +16,7 @@ ALPACA = ("instruction", "output")  # some rows also have an `input`
 # Maps the speaker names in datasets of these formats to message roles.
 ROLES = {"system": "system", "human": "user", "user": "user", "gpt": "assistant", "assistant": "assistant"}
 ROLES |= {"model": "assistant", "chatgpt": "assistant", "tool": "tool", "observation": "tool"}
+ROLES |= {"function_call": "assistant", "function_response": "tool", "ipython": "tool", "developer": "system"}
 
 
 def with_known_format(corpus: Corpus, source: Source, shape: str | None, has_template: bool) -> Corpus:
@@ -72,8 +74,25 @@ def _messages(row: Row, column: str) -> list[dict[str, Any]]:
             problem = f"a turn from {who!r}" if not is_known else f"a turn of {who} whose value is no text"
             raise UserError(f"{row.where}: column {column} has {problem}; known are {', '.join(ROLES)}; fix the row")
         others = {key: value for key, value in turn.items() if key not in ("from", "value", "role")}
-        messages.append({"role": ROLES[who]} | others | {"content": content})
+        if who == "function_call":
+            others |= {"tool_calls": _calls(content, f"{row.where}: column {column}")}
+        messages.append({"role": ROLES[who]} | others | ({"content": content} if who != "function_call" else {}))
     return messages
+
+
+def _calls(text: str, where: str) -> list[dict[str, Any]]:
+    """Returns the calls in the text of a turn from `function_call`: JSON of one call, or of a list of calls."""
+    try:
+        read = json.loads(text)
+    except (ValueError, RecursionError):
+        read = None
+    calls = read if isinstance(read, list) else [read]
+    if not calls or not all(isinstance(call, dict) and isinstance(call.get("name"), str) for call in calls):
+        raise UserError(
+            f'{where} has a turn of function_call whose value is not JSON such as {{"name": "f", "arguments": {{}}}}; '
+            "fix the row"
+        )
+    return [{"type": "function", "function": call} for call in calls]
 
 
 def _instructed(row: Row, has_template: bool) -> dict[str, Any]:

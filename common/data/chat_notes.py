@@ -1,15 +1,16 @@
 """Notes for the run summary on message parts that are not targets, or that are missing from the samples."""
 
 from collections import Counter
+from typing import Any
 
-from common.errors import UserError, main_logger
-
-logger = main_logger(__name__)
+from common.errors import UserError
 
 
-def warn_unused_template(name: str) -> None:
-    """Prints that a corpus without messages does not use --chat_template."""
-    logger.warning("%s: --chat_template has no effect on it, for its rows hold no messages", name)
+def count_at(counts: Counter, key: Any, number: int, where: str) -> None:
+    """Adds a number to a count; the first row with such a number is kept too, under ("row", key, where)."""
+    if number and not counts[key]:
+        counts["row", key, where] = 1
+    counts[key] += number
 
 
 def chat_notes(name: str, counts: Counter) -> list[str]:
@@ -28,18 +29,21 @@ def chat_notes(name: str, counts: Counter) -> list[str]:
             "them out or does not mark them with {% generation %}, or name one with --chat_template"
         )
     notes = []
-    if unwritten := sorted((key[1:], n) for key, n in counts.items() if isinstance(key, tuple) and n):
-        parts = ", ".join(f"{key} ({n:,} {unit})" for (key, unit), n in unwritten)
+    if not any(isinstance(key, int) for key in counts):
+        notes.append("no answer ends with a special token: the model does not learn where to stop")
+    rows = {key[1]: f"first: {key[2]}" for key in counts if isinstance(key, tuple) and key[0] == "row"}
+    if unwritten := sorted((k, n) for k, n in counts.items() if isinstance(k, tuple) and k[0] == "unwritten" and n):
+        parts = ", ".join(f"{key[1]} ({number:,} {key[2]}, {rows[key]})" for key, number in unwritten)
         notes.append(f"the chat template leaves out {parts}: the model does not see them")
     if counts["lost"]:
         notes.append(
             f"{counts['lost']:,} of {answers} answers have no targets except their end tokens: the chat template "
-            "leaves them out, or does not mark them with {% generation %}"
+            f"leaves them out, or does not mark them with {{% generation %}} ({rows['lost']})"
         )
     if counts["partly"]:
         notes.append(
             f"{counts['partly']:,} of {answers} answers are only partly targets: the chat template "
-            "leaves more than half of them out, or does not mark it"
+            f"leaves more than half of them out, or does not mark it ({rows['partly']})"
         )
     if counts["learned in vain"]:
         notes.append(

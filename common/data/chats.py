@@ -9,6 +9,7 @@ from pathlib import Path
 import numpy as np
 from transformers import PreTrainedTokenizerBase
 
+from common.data.chat_notes import count_at
 from common.data.limited_process import LimitedProcess, LimitExceeded
 from common.data.messages import Chat, function_names, read_chat
 from common.data.source_types import Row
@@ -51,15 +52,6 @@ def read_chat_template(name: str) -> str:
     if not problem and "abc" not in written:
         raise UserError(f"{subject}: it writes nothing of a message; loop over `messages` in it")
     return text
-
-
-def encode_chat_batches(
-    batches: Iterator[list[Row]], tokenizer: PreTrainedTokenizerBase, counts: Counter
-) -> Iterator[Encoded]:
-    """Yields the encoded conversations of all batches; see `encode_chats`."""
-    with start_rendering() as process:
-        for batch in batches:
-            yield from encode_chats(batch, tokenizer, counts, process)
 
 
 def encode_chats(
@@ -124,13 +116,16 @@ def _render(
                 templates[has_tools] = tokenizer.get_chat_template(tools=chat.tools)
             except ValueError as error:
                 raise UserError(f"{chat.where}: the chat template cannot be used: {one_line(error)}") from error
-    request = {"chats": chats, "special_tokens": tokenizer.special_tokens_map, "templates": list(templates.items())}
+    tokens = {str(token) for token in tokenizer.added_tokens_decoder.values()}
+    special = tokenizer.special_tokens_map
+    markers = [token for token in sorted(tokens) if token in special.values() or token in str(templates)]
+    request = {"chats": chats, "special_tokens": special, "templates": list(templates.items()), "markers": markers}
     written: list[tuple[str, Spans]] = []
     try:
         for text, spans, added in process.ask(request):
             written.append((text, spans))
             for key, count in added:
-                counts[tuple(key) if isinstance(key, list) else key] += count
+                count_at(counts, tuple(key) if isinstance(key, list) else key, count, chats[len(written) - 1].where)
     except LimitExceeded as error:
         raise UserError(
             f"{chats[len(written)].where}: the chat template {error}; use a different --chat_template"
@@ -178,7 +173,7 @@ def _count_answers(chat: Chat, text: str, starts: np.ndarray, ends: np.ndarray, 
         covered_parts = [_target_part(text, piece, position, starts, ends) for piece in pieces]
         position = max(position, *(end for end, _ in covered_parts))
         shares = [share for piece, (_, share) in zip(pieces, covered_parts, strict=True) if piece in text]
-        counts["lost" if not any(shares) else "partly"] += any(share < 1 / 2 for share in shares)
+        count_at(counts, "lost" if not any(shares) else "partly", any(share < 1 / 2 for share in shares), chat.where)
 
 
 def _target_part(text: str, piece: str, position: int, starts: np.ndarray, ends: np.ndarray) -> tuple[int, float]:

@@ -2,7 +2,9 @@
 
 from collections import Counter
 from collections.abc import Iterator
-from itertools import chain
+from contextlib import nullcontext
+from functools import partial
+from typing import Any
 
 import numpy as np
 from transformers import PreTrainedTokenizerBase
@@ -10,6 +12,7 @@ from transformers import PreTrainedTokenizerBase
 from common.data.row_texts import text_of
 from common.data.source_types import Row
 from common.data.tokenizer import Encoded, encode_plain, special_tokens_around, with_end_of_text
+from common.data.too_long import is_left_out
 
 
 def encode_examples(
@@ -18,26 +21,41 @@ def encode_examples(
     tokenizer: PreTrainedTokenizerBase,
     sequence_length: int,
     counts: Counter,
+    on_too_long: str | None = None,
 ) -> Iterator[tuple[np.ndarray, str]]:
-    """Yields (tokens in the stored form of `mark_targets`, text) of each example with a target; updates `counts`."""
-    if columns == ("messages",):
-        from common.data.chats import encode_chat_batches
+    """Yields (tokens in the stored form of `mark_targets`, text) of each example with a target; updates `counts`.
 
-        encoded = encode_chat_batches(rows, tokenizer, counts)
-    else:
-        encoded = chain.from_iterable(encode_texts(batch, columns, tokenizer, counts) for batch in rows)
-    for ids, is_target, text in encoded:
-        stored = mark_targets(ids, is_target, sequence_length)
-        num_targets = int((stored >= 0).sum())
-        if not num_targets:
-            counts["dropped"] += 1
-            continue
-        counts["documents"] += 1
-        counts["targets"] += num_targets
-        counts["bytes"] += len(text.encode())
-        counts["truncated"] += len(ids) > len(stored)
-        counts["max_length"] = max(counts["max_length"], len(stored) - 1)
-        yield stored, text
+    on_too_long: what happens to a longer row, of `too_long.CHOICES`; None: it is truncated.
+    """
+    encode: Any = partial(encode_texts, columns=columns, tokenizer=tokenizer, counts=counts)
+    context: Any = nullcontext()
+    if columns == ("messages",):
+        from common.data.chats import encode_chats, start_rendering
+
+        context = start_rendering()
+        encode = partial(encode_chats, tokenizer=tokenizer, counts=counts, process=context)
+    with context:
+        for batch in rows:
+            for row, (ids, is_target, text) in zip(batch, encode(batch), strict=True):
+                length, stored = len(ids) - 1, mark_targets(ids, is_target, sequence_length)
+                if (
+                    length > sequence_length
+                    and on_too_long
+                    and is_left_out(on_too_long, row.where, "", length, "sequence_length", sequence_length)
+                ):
+                    counts["too_long"] += 1
+                    continue
+                num_targets = int((stored >= 0).sum())
+                if not num_targets:
+                    counts["dropped"] += 1
+                    counts["without_targets"] += any(is_target[1:])
+                    continue
+                counts["documents"] += 1
+                counts["targets"] += num_targets
+                counts["bytes"] += len(text.encode())
+                counts["truncated"] += length > sequence_length
+                counts["max_length"] = max(counts["max_length"], len(stored) - 1)
+                yield stored, text
 
 
 def encode_texts(

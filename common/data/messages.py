@@ -78,7 +78,11 @@ def messages_of(row: Row, column: str = "messages", counts: Counter | None = Non
         raise UserError(f"{row.where}: column {column} is nested too deeply; fix or remove the row") from error
     if empty := next((message for message in present if message.keys() - TRAINING_KEYS == {"role"}), None):
         raise UserError(f"{row.where}: column {column} has a message of {empty['role']} without content; fix the row")
-    return [message | _joined(message, f"{row.where}: column {column}") | _called(message) for message in present]
+    joined = [message | _joined(message, f"{row.where}: column {column}") | _called(message) for message in present]
+    return [
+        {key: value for key, value in message.items() if key != "function_call" or "tool_calls" not in message}
+        for message in joined
+    ]
 
 
 def _without_nulls(value: Any, counts: Counter | None) -> Any:
@@ -122,6 +126,8 @@ def _from_json(value: Any, kind: type) -> Any:
 def _called(message: Message) -> Message:
     """Returns {"tool_calls": ...} with calls and arguments decoded if they are JSON strings; {} without tool calls."""
     calls = _from_json(message.get("tool_calls"), list)
+    if calls is None and isinstance(call := _from_json(message.get("function_call"), dict), dict):
+        calls = [{"type": "function", "function": call}]  # OpenAI's earlier form, which no template reads
     if not isinstance(calls, list):
         return {}
 

@@ -22,6 +22,7 @@ def write_samples(
     tokenizer: PreTrainedTokenizerBase,
     sequence_length: int,
     measure_compression: bool,
+    on_too_long: str | None,
 ) -> None:
     """Writes a token store: a stream for blocks and documents; for examples, also the running sum target_counts."""
     is_blocks, is_text = shape == "blocks", len(columns) == 1 and columns != ("messages",)
@@ -31,7 +32,7 @@ def write_samples(
     if shape == "examples":
         from common.data.examples import encode_examples
 
-        samples = encode_examples(rows, columns, tokenizer, sequence_length, counts)
+        samples = encode_examples(rows, columns, tokenizer, sequence_length, counts, on_too_long)
     else:
         samples = _encode_stream(rows, columns[0], tokenizer, counts)
     if shape == "documents":
@@ -50,15 +51,19 @@ def write_samples(
             writer.append(tokens, target_counts=[counts["targets"]])
         if shape != "examples" and counts["documents"]:
             counts["targets"] = writer.num_tokens - (counts["starts"] or 1)
+        losses = f"; {counts['dropped']:,} empty documents left out" if counts["dropped"] else ""
+        if shape == "examples":
+            from common.data.too_long import describe_losses
+
+            losses = describe_losses(counts, sequence_length)
         if counts["targets"] == 0:
             raise UserError(
-                f"{corpus.name}: no sample with a target in it ({counts['dropped']} rows were empty or all prompt); "
-                "give more text, or raise --sequence_length"
+                f"{corpus.name}: no sample with a target in it{losses}; give more text, or raise --sequence_length"
             )
         # Whether each byte of the text belongs to exactly one target, which the loss in bits per byte requires.
         is_whole = is_text and not counts["truncated"] and (is_blocks or bool(special_tokens_around(tokenizer)[0]))
         facts = corpus_facts(corpus, columns, counts, tokenizer) | sizes
-        writer.finish(counts, **facts, shape=shape, whole_text=is_whole)
+        writer.finish(counts, **facts, shape=shape, whole_text=is_whole, losses=losses)
 
 
 def _encode_stream(

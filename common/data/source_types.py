@@ -26,6 +26,7 @@ class Source:
         chat_template: Jinja template that replaces the tokenizer's own.
         document_mask: whether documents in a block do not attend to each other, so that each is encoded by itself.
         max_row_bytes: a larger row is an error; a .txt file that is one document has no limit.
+        on_too_long: what happens to rows above the maximum length, of `too_long.CHOICES`; None: they are truncated.
     """
 
     files: tuple[str, ...] = ()
@@ -41,6 +42,7 @@ class Source:
     chat_template: str | None = None
     document_mask: bool | None = None
     max_row_bytes: int = 64 << 20
+    on_too_long: str | None = None
 
 
 class Row(NamedTuple):

@@ -54,14 +54,14 @@ def tokenize(
         from common.data.documents import choose
 
         kind, wrap = choose(kind, shape, source.document_mask, corpus.name)
-    if source.chat_template and columns != ("messages",):
-        from common.data.chat_notes import warn_unused_template
+    if source.chat_template or source.on_too_long:
+        from common.data.flag_checks import check_flags
 
-        warn_unused_template(corpus.name)
+        check_flags(source, corpus.name, kind, columns)
     identity = [corpus.identity, kind, columns, tokenizer_identity(tokenizer), measure_compression]
     if kind == "examples":  # blocks are split when they are read
-        identity.append(sequence_length)
-    arguments = (corpus, kind, columns, tokenizer, sequence_length, measure_compression)
+        identity += [sequence_length, source.on_too_long]
+    arguments = (corpus, kind, columns, tokenizer, sequence_length, measure_compression, source.on_too_long)
     directory = cached("samples", identity, lambda partial: _write_samples(partial, *arguments), cache_dir)
     no_more_threads()
     samples = Samples(directory, sequence_length)
@@ -126,14 +126,5 @@ class Samples(TokenStore):
         if self.is_stream:
             unit = f"blocks of {self.sequence_length} tokens from {meta['documents']:,} documents{self.note}"
         line = f"{meta['name']} ({', '.join(meta['columns'])}): {len(self):,} {unit}; "
-        line += f"{self.num_target_tokens:,} targets, {meta['bytes']:,} bytes of text"
-        if meta["truncated"]:
-            line += f"; {meta['truncated']:,} cut at {self.sequence_length}"
-        if meta["dropped"]:
-            line += f"; {meta['dropped']:,} empty or without a target left out"
-        lines = [line]
-        if meta["empty"]:
-            lines.append(f"{meta['empty']:,} rows have an empty completion: only the end token is a target")
-        if not meta["end_tokens"]:
-            lines.append("no answer ends with a special token: the model does not learn where to stop")
-        return f"\n{'':12}".join(lines + meta["notes"])
+        line += f"{self.num_target_tokens:,} targets, {meta['bytes']:,} bytes of text{meta['losses']}"
+        return f"\n{'':12}".join([line, *meta["notes"]])

@@ -23,6 +23,7 @@ from common.data.row_texts import text_of, utf8_length
 from common.data.source_types import Source
 from common.data.sources import check_columns, open_source
 from common.data.tokenizer import no_more_threads
+from common.data.too_long import find_truncated, is_left_out
 from common.errors import UserError, shorten
 from common.training.token_rows import pad_rows
 
@@ -191,7 +192,7 @@ class LabelledTexts:
     """Tokenised texts with one target each: `common.training.batching.Samples`.
 
     Item i is (ids, token_types, target): two int64 arrays (length,), and an int, or a float in a regression. The
-    tokenizer adds special tokens and truncates texts longer than `sequence_length`.
+    tokenizer adds special tokens and truncates texts longer than `sequence_length`, except with another `on_too_long`.
     """
 
     unit = "tokens"
@@ -203,25 +204,33 @@ class LabelledTexts:
         targets: np.ndarray,
         tokenizer: PreTrainedTokenizerBase,
         sequence_length: int,
+        on_too_long: str | None = None,
     ) -> None:
         self.name, self.sequence_length = name, sequence_length
-        self.labels = targets  # class indices, or the numbers of a regression
         ids, types, lengths, self.num_truncated = [], [], [0], 0
+        kept = np.ones(len(examples), bool)
         limit = {"truncation": True, "max_length": sequence_length}
         for start in range(0, len(examples), TOKENISED_AT_ONCE):
             texts = zip(*(example.texts for example in examples[start : start + TOKENISED_AT_ONCE]), strict=True)
             columns = list(map(list, texts))
             encoded = tokenizer(*columns, **limit, return_token_type_ids=True, return_attention_mask=False)
-            for text_ids, text_types in zip(encoded["input_ids"], encoded["token_type_ids"], strict=True):
+            truncated = find_truncated(tokenizer, encoded, sequence_length, *columns)
+            for number, text_ids in enumerate(encoded["input_ids"]):
+                if number in truncated:
+                    limits = ("", truncated[number], "sequence_length", sequence_length)
+                    if is_left_out(on_too_long, examples[start + number].where, *limits):
+                        kept[start + number] = False
+                        continue
+                    self.num_truncated += 1
+                text_types = encoded["token_type_ids"][number]
                 # Some tokenizers, without an unknown token, return no token for a text of unknown characters.
                 ids.append(np.array(text_ids or [tokenizer.pad_token_id], np.int32))
                 types.append(np.array(text_types or [0], np.int8))
                 lengths.append(len(ids[-1]))
-            if encoded.encodings is None:  # a slow tokenizer (ByT5) does not report truncation
-                full = tokenizer(*columns, return_attention_mask=False, verbose=False)["input_ids"]
-                self.num_truncated += sum(len(text) > sequence_length for text in full)
-            else:
-                self.num_truncated += sum(bool(text.overflowing) for text in encoded.encodings)
+        if not ids:
+            raise UserError(f"{name}: all texts have more than --sequence_length {sequence_length} tokens; raise it")
+        self.labels = targets = targets[kept]  # class indices, or the numbers of a regression
+        self.num_left_out = len(kept) - len(targets)
         self._ids, self._types = np.concatenate(ids), np.concatenate(types)
         self._offsets = np.cumsum(lengths)
         digest = hashlib.blake2b(digest_size=10)
@@ -254,7 +263,9 @@ class LabelledTexts:
         """Returns the description of the samples for the run summary, on one line."""
         line = f"{self.name}: {len(self):,} texts of {len(self._ids) / len(self):,.0f} tokens on average"
         line += f", at most {self.max_length}"
-        return line + (f"; {self.num_truncated:,} truncated at {self.sequence_length}" if self.num_truncated else "")
+        line += f"; {self.num_truncated:,} truncated at {self.sequence_length}" if self.num_truncated else ""
+        long = f"; {self.num_left_out:,} of more than {self.sequence_length} tokens left out"
+        return line + (long if self.num_left_out else "")
 
 
 def check_length(

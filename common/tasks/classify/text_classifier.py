@@ -150,11 +150,12 @@ def choose_model(
 
 
 def label(
-    rows: Rows, names: list[str] | None, tokenizer: PreTrainedTokenizerBase, sequence_length: int
+    rows: Rows, names: list[str] | None, tokenizer: PreTrainedTokenizerBase, args: Arguments
 ) -> "Samples | Mixed":
     """Returns rows as tokenised samples; targets are indices into `names`, or the labels themselves without names."""
+    limit = args.sequence_length, args.on_too_long
     parts: dict[str, Samples] = {
-        name: LabelledTexts(title, examples, encode_labels(examples, names), tokenizer, sequence_length)
+        name: LabelledTexts(title, examples, encode_labels(examples, names), tokenizer, *limit)
         for (name, examples), title in zip(rows.sources.items(), rows.titles or rows.sources, strict=True)
     }
     if not rows.weights and len(parts) == 1:

@@ -28,6 +28,7 @@ from common.data.source_types import Corpus, Row, Source
 from common.data.sources import check_columns, open_source
 from common.data.token_store import TokenStore, TokenWriter, split_targets
 from common.data.tokenizer import Encoded, no_more_threads, tokenizer_identity
+from common.data.too_long import describe_losses, is_left_out
 from common.errors import UserError, reading
 from common.tasks.dpo.losses import SIGMOID, Objective
 from common.tasks.dpo.rows import ANSWERS, CONTEXT, PROMPTS, check_row, find_missing_prompts
@@ -73,8 +74,15 @@ def tokenize_preferences(
     columns, is_whole = columns_of(corpus), objective.loss.is_whole
     directory = cached(
         "preferences",
-        [corpus.identity, columns, tokenizer_identity(tokenizer), length, *["whole"] * is_whole],
-        lambda partial: _write(partial, corpus, columns, tokenizer, length, is_whole),
+        [
+            corpus.identity,
+            columns,
+            tokenizer_identity(tokenizer),
+            length,
+            *["whole"] * is_whole,
+            source.on_too_long,
+        ],
+        lambda partial: _write(partial, corpus, columns, tokenizer, length, is_whole, source.on_too_long),
         cache_dir,
     )
     no_more_threads()
@@ -149,6 +157,7 @@ def _write(
     tokenizer: PreTrainedTokenizerBase,
     sequence_length: int,
     is_whole: bool,
+    on_too_long: str | None,
 ) -> None:
     """Fills a store with rows of (chosen, rejected); the column `targets` has the number of targets of each."""
     counts = Counter(dict.fromkeys(("pairs", "truncated", "dropped", "empty", "max_length"), 0))
@@ -160,10 +169,17 @@ def _write(
                     corpus.unused.update(find_missing_prompts(row, columns))
             both = [encode_answers(batch, columns, answer, tokenizer, counts, process, is_whole) for answer in ANSWERS]
             has_prompt = "prompt" in columns or isinstance(batch[0].values[ANSWERS[0]], list)
-            for chosen, rejected in zip(*both, strict=True):
+            for row, chosen, rejected in zip(batch, *both, strict=True):
                 if chosen[0][:1] != rejected[0][:1]:  # a first token cannot be a target
                     eos = tokenizer.eos_token_id
                     chosen, rejected = (([eos, *ids], [False, *mask]) for ids, mask, _ in (chosen, rejected))
+                lengths = [len(chosen[0]) - 1, len(rejected[0]) - 1]
+                longest = ANSWERS[lengths[1] > lengths[0]]
+                if max(lengths) > sequence_length and is_left_out(
+                    on_too_long, row.where, longest, max(lengths), "sequence_length", sequence_length
+                ):
+                    counts["too_long"] += 1
+                    continue
                 pair, num_cut, is_early = mask_common_start(chosen[:2], rejected[:2], sequence_length)
                 differs = any((stored >= 0).any() for stored in pair)
                 if is_whole and has_prompt:
@@ -172,19 +188,22 @@ def _write(
                 num_targets = [int((stored >= 0).sum()) for stored in pair]
                 if not differs or (is_whole and not all(num_targets)):
                     counts["dropped"] += 1
+                    whole = mask_common_start(chosen[:2], rejected[:2], max(lengths))[0] if num_cut else []
+                    counts["without_targets"] += any((stored >= 0).any() for stored in whole)
                     continue
                 writer.append(*pair, targets=num_targets)
                 counts["pairs"] += 1
                 counts["truncated"] += num_cut
                 counts["max_length"] = max(counts["max_length"], *(len(stored) - 1 for stored in pair))
+        losses = describe_losses(counts, sequence_length, "answers")
         if not counts["pairs"]:
             raise UserError(
-                f"{corpus.name}: no pair of answers that differ within --sequence_length {sequence_length} "
-                f"({counts['dropped']} rows); use different data, or raise it"
+                f"{corpus.name}: no pair of answers that differ within --sequence_length {sequence_length}{losses}; "
+                "use different data, or raise it"
             )
         early = f"{counts['part early']:,} pairs differ before their answers: those tokens are not compared"
         early *= bool(counts["part early"])
-        writer.finish(counts, **corpus_facts(corpus, columns, counts, tokenizer, early))
+        writer.finish(counts, **corpus_facts(corpus, columns, counts, tokenizer, early), losses=losses)
 
 
 def mask_common_start(
@@ -303,9 +322,7 @@ class Preferences(TokenStore):
         meta = self.meta
         line = f"{meta['name']} ({', '.join(meta['columns'])}): {len(self):,} pairs, a prompt with an answer "
         line += f"{meta['tokens'] / len(self) / 2 - 1:,.0f} tokens on average, at most {meta['max_length']}"
-        line += f"; {meta['truncated']:,} answers truncated at {self.sequence_length}" if meta["truncated"] else ""
-        line += f"; {meta['dropped']:,} skipped, which do not differ within that length" if meta["dropped"] else ""
-        line += f"; {meta['empty']:,} answers are empty: only their end counts" if meta["empty"] else ""
+        line += meta["losses"]
         return f"\n{'':12}".join([line, *meta["notes"]])
 
 

@@ -28,6 +28,7 @@ from common.data.source_types import Corpus, Row, Source
 from common.data.sources import check_columns, open_source
 from common.data.token_store import TokenStore, TokenWriter
 from common.data.tokenizer import no_more_threads, tokenizer_identity
+from common.data.too_long import find_truncated, is_left_out
 from common.errors import UserError, raise_errors
 from common.training.recipe_traits import Arguments
 from common.training.token_rows import pad_rows
@@ -115,8 +116,8 @@ def tokenize_pairs(
     check_columns(corpus, columns.names, FLAGS)
     directory = cached(
         "embedding-pairs",
-        [FORMAT, corpus.identity, columns, tokenizer_identity(tokenizer), length, prompts],
-        lambda partial: _write_pairs(partial, corpus, columns, tokenizer, length, prompts),
+        [FORMAT, corpus.identity, columns, tokenizer_identity(tokenizer), length, prompts, source.on_too_long],
+        lambda partial: _write_pairs(partial, corpus, columns, tokenizer, length, prompts, source.on_too_long),
         cache_dir,
     )
     no_more_threads()
@@ -169,20 +170,28 @@ def _write_pairs(
     tokenizer: PreTrainedTokenizerBase,
     length: int,
     prompts: tuple[str, str],
+    on_too_long: str | None,
 ) -> None:
     """Fills a store with the texts of each pair, and columns: hash of each text, end and score of each pair."""
-    counts = Counter(dict.fromkeys(("pairs", "negatives", "truncated", "max_length"), 0))
+    counts = Counter(dict.fromkeys(("pairs", "negatives", "truncated", "too_long", "max_length"), 0))
     seen: dict[str, set] = {"anchors": set(), "positives": set(), "scores": set()}
     with TokenWriter(directory, hashes=[], ends=[0], scores=[]) as writer:
         for batch in batches(corpus, columns.names):
             groups = [_texts_of(row, columns, prompts) for row in batch]
             limit = {"truncation": True, "max_length": length, "return_token_type_ids": False}
-            encoded = tokenizer(list(itertools.chain(*groups)), return_attention_mask=False, **limit)
-            counts["truncated"] += sum(bool(text.overflowing) for text in encoded.encodings or ())
+            every = list(itertools.chain(*groups))
+            encoded = tokenizer(every, return_attention_mask=False, **limit)
+            truncated = find_truncated(tokenizer, encoded, length, every)
             # Some tokenizers return no token for a text of unknown characters.
             tokens = (np.array(ids or [tokenizer.pad_token_id], np.int32) for ids in encoded["input_ids"])
+            start = 0  # number of the row's first text
             for row, group in zip(batch, groups, strict=True):
-                texts = list(itertools.islice(tokens, len(group)))
+                texts, numbers = list(itertools.islice(tokens, len(group))), range(start, start + len(group))
+                start, full = numbers.stop, [truncated[number] for number in numbers if number in truncated]
+                if full and is_left_out(on_too_long, row.where, "a text", max(full), "sequence_length", length):
+                    counts["too_long"] += 1
+                    continue
+                counts["truncated"] += len(full)
                 hashes = [hashlib.blake2b(ids.tobytes(), digest_size=8).digest() for ids in texts]
                 score = _score_of(row, columns.score) if columns.score else 0.0
                 counts["pairs"] += 1
@@ -198,7 +207,8 @@ def _write_pairs(
                     if len(values) < 2:  # two are enough to know that they differ
                         values.add(item)
         if not counts["pairs"]:
-            raise UserError(f"{corpus.name}: contains no pair of {columns.anchor} and {columns.positive}")
+            left_out = f"; {counts['too_long']:,} of more than {length} tokens are left out" * bool(counts["too_long"])
+            raise UserError(f"{corpus.name}: contains no pair of {columns.anchor} and {columns.positive}{left_out}")
         differ = {name: len(values) > 1 for name, values in seen.items()}
         facts = {"columns": columns.names, "scored": columns.score is not None, "length": length, "differ": differ}
         writer.finish(counts, name=corpus.name, **facts, unused=unused_columns(corpus))
@@ -294,6 +304,7 @@ class Pairs:
         line += f" with {meta['negatives']:,} negatives" if meta["negatives"] else ""
         line += f", texts of {meta['tokens'] / number:,.0f} tokens on average, at most {self.max_length}"
         line += f"; {meta['truncated']:,} truncated at {meta['length']}" if meta["truncated"] else ""
+        line += f"; {meta['too_long']:,} pairs with longer texts left out" if meta["too_long"] else ""
         return line + (f"\n{'':12}{meta['unused']}" if meta["unused"] else "")
 
 

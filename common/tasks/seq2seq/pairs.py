@@ -21,6 +21,7 @@ from common.data.source_types import Corpus, Source
 from common.data.sources import check_columns, open_source
 from common.data.token_store import TokenStore, TokenWriter
 from common.data.tokenizer import no_more_threads, tokenizer_identity
+from common.data.too_long import is_left_out
 from common.errors import UserError
 from common.training.token_rows import pad_rows
 
@@ -28,6 +29,7 @@ if TYPE_CHECKING:
     from common.data.mixed import Mixed
 
 NAMES = ("source", "target")
+FLAGS = ("sequence_length", "target_length")  # that limit their tokens
 
 
 def tokenize_pairs(
@@ -62,8 +64,8 @@ def tokenize_pairs(
     lengths = (source_length, target_length)
     directory = cached(
         "pairs",
-        [corpus.identity, columns, tokenizer_identity(tokenizer), lengths],
-        lambda partial: _write_pairs(partial, corpus, columns, tokenizer, lengths),
+        [corpus.identity, columns, tokenizer_identity(tokenizer), lengths, source.on_too_long],
+        lambda partial: _write_pairs(partial, corpus, columns, tokenizer, lengths, source.on_too_long),
         cache_dir,
     )
     no_more_threads()
@@ -86,8 +88,8 @@ def split_docstring(function: str) -> tuple[str, str] | None:
 
 def _encode(
     tokenizer: PreTrainedTokenizerBase, texts: list[str], length: int, is_target: bool
-) -> tuple[list[list[int]], int]:
-    """Returns the tokens of each text, at most `length`, and the number of truncated texts."""
+) -> tuple[list[list[int]], dict[int, int]]:
+    """Returns the tokens of each text, at most `length`, and {index: tokens without truncation} of truncated texts."""
 
     def tokens(texts: list[str], **options: Any) -> list[list[int]]:
         # Some models (Marian) have a separate vocabulary for the target language.
@@ -95,14 +97,15 @@ def _encode(
         return tokenizer(**options)["input_ids"]
 
     eos = tokenizer.eos_token_id
-    ids, num_cut = tokens(texts), 0
+    ids, too_long = tokens(texts), {}
     for number, text in enumerate(texts):
         has_eos = not is_target or eos in ids[number][1:]  # [1:]: some tokenizers begin with eos
         if len(ids[number]) + (not has_eos) > length:
-            num_cut += 1  # truncated by the tokenizer, which keeps its special tokens in place
+            too_long[number] = len(ids[number]) + (not has_eos)
+            # Truncated by the tokenizer, which keeps its special tokens in place.
             ids[number] = tokens([text], truncation=True, max_length=length - (not has_eos))[0]
         ids[number] = ids[number] if has_eos else [*ids[number], eos]
-    return ids, num_cut
+    return ids, too_long
 
 
 def _write_pairs(
@@ -111,26 +114,32 @@ def _write_pairs(
     columns: tuple[str, str],
     tokenizer: PreTrainedTokenizerBase,
     lengths: tuple[int, int],
+    on_too_long: str | None,
 ) -> None:
     """Fills a store with rows of (source, target)."""
-    counts: Counter[str] = Counter()
+    counts = Counter(dict.fromkeys(("pairs", "max_length", "too_long"), 0))
     with TokenWriter(directory) as writer:
         for batch in batches(corpus, columns):
-            encoded = []
-            for column, length, name in zip(columns, lengths, NAMES, strict=True):
-                texts = [text_of(row, column, may_be_empty=False) for row in batch]
-                ids, num_cut = _encode(tokenizer, texts, length, name == "target")
-                counts[f"{name}s_cut"] += num_cut
-                counts[f"{name}s"] += sum(map(len, ids))
-                encoded.append(ids)
-            for row, source, target in zip(batch, *encoded, strict=True):
-                if not source:
+            texts = [[text_of(row, column, may_be_empty=False) for row in batch] for column in columns]
+            both = [_encode(tokenizer, texts[n], lengths[n], name == "target") for n, name in enumerate(NAMES)]
+            for number, (row, *pair) in enumerate(zip(batch, *(ids for ids, _ in both), strict=True)):
+                if not pair[0]:
                     raise UserError(f"{row.where}: column {columns[0]} yields no token; fix or remove the row")
-                writer.append(source, target)
+                # By position in the pair: the number of tokens of a text that is too long.
+                too_long = {n: full[number] for n, (_, full) in enumerate(both) if number in full}
+                limits = [(columns[n], full, FLAGS[n], lengths[n]) for n, full in too_long.items()]
+                if any(is_left_out(on_too_long, row.where, *limit) for limit in limits):
+                    counts["too_long"] += 1
+                    continue
+                writer.append(*pair)
                 counts["pairs"] += 1
-                counts["max_length"] = max(counts["max_length"], len(source) + len(target))
+                counts["max_length"] = max(counts["max_length"], sum(map(len, pair)))
+                for n, name in enumerate(NAMES):
+                    counts[f"{name}s_cut"] += n in too_long
+                    counts[f"{name}s"] += len(pair[n])
         if not counts["pairs"]:
-            raise UserError(f"{corpus.name}: contains no pair of {' and '.join(columns)}; use different data")
+            left_out = f" ({counts['too_long']:,} are too long)" if counts["too_long"] else ""
+            raise UserError(f"{corpus.name}: contains no pair of {' and '.join(columns)}{left_out}; use different data")
         unused = unused_columns(corpus)
         writer.finish(counts, name=corpus.name, columns=columns, lengths=lengths, unused=unused)
 
@@ -176,6 +185,7 @@ class Pairs(TokenStore):
         for name, length in zip(NAMES, meta["lengths"], strict=True):
             if meta[f"{name}s_cut"]:
                 line += f"; {meta[f'{name}s_cut']:,} {name}s truncated at {length}"
+        line += f"; {meta['too_long']:,} pairs of more tokens left out" if meta["too_long"] else ""
         return line + (f"\n{'':12}{meta['unused']}" if meta["unused"] else "")
 
 
