@@ -29,8 +29,6 @@ def chat_notes(name: str, counts: Counter) -> list[str]:
             "them out or does not mark them with {% generation %}, or name one with --chat_template"
         )
     notes = []
-    if not any(isinstance(key, int) for key in counts):
-        notes.append("no answer ends with a special token: the model does not learn where to stop")
     rows = {key[1]: f"first: {key[2]}" for key in counts if isinstance(key, tuple) and key[0] == "row"}
     if unwritten := sorted((k, n) for k, n in counts.items() if isinstance(k, tuple) and k[0] == "unwritten" and n):
         parts = ", ".join(f"{key[1]} ({number:,} {key[2]}, {rows[key]})" for key, number in unwritten)

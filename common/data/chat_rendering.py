@@ -179,8 +179,10 @@ def _turn_in_context(
         common = common[:-1]  # part of a word that begins both the turn and the rest of the generation prompt
     start = len(text) - len(rest) + len(common)
     tail, last = behind(messages, turn), behind(messages[: turn + 1], turn)
-    if tail is None:  # nothing of the turn is written, which `_count_unwritten` counts
+    if tail is None and not messages[turn].get("content"):  # `_count_unwritten` counts the calls
         return start, start
+    if tail is None:
+        return None
     if not text.endswith(tail) or len(tail) > len(text) - start:
         return None
     end = len(text) - len(tail)

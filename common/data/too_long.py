@@ -54,7 +54,7 @@ def describe_losses(counts: Counter, length: int, unit: str = "") -> str:
     Args:
         counts: `truncated` and kept; `without_targets`: left out, because truncation removes all targets; `too_long`:
             left out with --on_too_long drop; `dropped`: left out without a target, including `without_targets`;
-            `empty`: kept with an empty completion or answer.
+            `empty`: kept with an empty completion or answer; `chats`, and a count per special token that ends one.
         length: maximum number of tokens of a sequence.
         unit: what is truncated, such as "answers".
     """
@@ -69,4 +69,6 @@ def describe_losses(counts: Counter, length: int, unit: str = "") -> str:
     if counts["empty"]:
         are_empty = f"{unit} are empty" if unit else "rows have an empty completion"
         line += f"\n{'':12}{counts['empty']:,} {are_empty}: only the end token is a target"
+    if counts["chats"] and not any(isinstance(key, int) for key in counts):
+        line += f"\n{'':12}no answer ends with a special token: the model does not learn where to stop"
     return line
