@@ -99,7 +99,7 @@ def test_pairs_of_texts_and_of_messages(tokenizer, cache, tmp_path):
     assert chosen.startswith("hello a<|im_end|>") and rejected.startswith("b c d<|im_end|>")
     assert found["whole texts"][0][0].endswith("a b c d" + end) and "a b" not in found["whole texts"][0][1]
     row = {"prompt": "a b c d e f g h", "chosen": "i", "rejected": "j"}
-    with pytest.raises(UserError, match=r"no pair of answers that differ within --sequence_length 4 \(1 rows\)"):
+    with pytest.raises(UserError, match=r"no pair of answers that differ within --sequence_length 4; 1 left out, "):
         tokenize_preferences(source_of(tmp_path / "long.jsonl", [row]), tokenizer, 4, "", cache)
     good = {"chosen": [user, *said[0]], "rejected": [user, *said[1]]}
     mute, other = {"role": "assistant"}, {"role": "user", "content": "bye"}
