@@ -71,6 +71,8 @@ def tokenize_unpaired(
     if source.embedded:
         corpus = embedded_preferences(corpus, source.text_column)
     columns = columns_of(corpus)
+    if source.on_too_long:
+        raise UserError("--on_too_long is not supported with --loss kto, which truncates answers; remove it")
     directory = cached(
         "unpaired",
         [corpus.identity, columns, tokenizer_identity(tokenizer), length],
