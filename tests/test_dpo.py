@@ -171,7 +171,7 @@ def test_loss_and_gradients_are_the_formulas(family):
     for one in (model, base):
         assert not sum_token_losses(one, chunk_rows=4, keeps_own_loss=False).startswith(OWN_LOSS)
     with torch.no_grad():
-        reference = of_answers(base, micro_batch, partial(sum_answers, places=micro_batch["target_places"]))
+        reference = of_answers(base, micro_batch, partial(sum_answers, places=micro_batch["target_places"])).view(-1, 2)
     loss, margins = dpo.predict(model, micro_batch | {"target_reference": reference})
     # Bamba's state space is float32's in a model of any type, and with it the length of a batch shows.
     torch.testing.assert_close(loss, sum(terms), rtol=1e-7 if "bamba" in family else 1e-12, atol=0)
