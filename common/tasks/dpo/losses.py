@@ -150,8 +150,8 @@ class Objective(NamedTuple):
 SIGMOID = Objective()
 
 
-def add_loss_arguments(group: argparse._ArgumentGroup) -> None:
-    """Adds --loss and its options to a parser's group."""
+def add_loss_arguments(group: Any) -> None:
+    """Adds --loss and its options to a group of an argparse parser."""
     about = "loss of a pair (default: sigmoid, which is DPO's); docs/dpo.md has the formulas"
     group.add_argument("--loss", default="sigmoid", **arguments.one_of(LOSSES, about))
     about = "scale of log-probability differences; weight of the odds ratio in orpo (default: 0.1)"
