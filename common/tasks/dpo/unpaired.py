@@ -184,8 +184,8 @@ class Unpaired(TokenStore):
         )
         self.fingerprint = f"{meta['content']}-{length}"  # equal if all rows are equal
         self.identity = {"reference": reference}  # identifies a run, in addition to its data
-        self.epoch, self._ids = 0, np.arange(len(self))
-        self._others = np.roll(self._ids, 1)
+        self.epoch, self.row_ids = 0, np.arange(len(self))
+        self.other_ids = np.roll(self.row_ids, 1)
         self.set_reference(values)
 
     def set_reference(self, path: Path | None) -> None:
@@ -206,11 +206,11 @@ class Unpaired(TokenStore):
 
         The only row of a batch has the mismatched answer of the row before it in the data.
         """
-        others = self._others[ids] if self.is_held_out or len(ids) == 1 else np.roll(ids, 1)
-        return view_of(self, _ids=ids, _others=others), np.arange(len(ids))
+        others = self.other_ids[ids] if self.is_held_out or len(ids) == 1 else np.roll(ids, 1)
+        return view_of(self, row_ids=ids, other_ids=others), np.arange(len(ids))
 
     def __getitem__(self, index: int) -> Labelled:
-        own, other = int(self._ids[index]), int(self._others[index])
+        own, other = int(self.row_ids[index]), int(self.other_ids[index])
         prompt, end = self.row(own)["prompt"], self.sequence_length + 1
         answers = tuple(np.concatenate([prompt, self.row(n)["completion"]])[:end] for n in (own, other))
         number = self.epoch * len(self) + own
@@ -224,7 +224,7 @@ class Unpaired(TokenStore):
 
     def sequence_lengths(self, ids: np.ndarray) -> np.ndarray:
         """Returns the number of input tokens of both sequences of these rows, int64 (2 n,)."""
-        own, other = self._ids[ids], self._others[ids]
+        own, other = self.row_ids[ids], self.other_ids[ids]
         prompts, answers = super().lengths(own)[:, 0], [super(Unpaired, self).lengths(n)[:, 1] for n in (own, other)]
         return np.minimum(np.stack([prompts + n - 1 for n in answers], 1), self.sequence_length).ravel()
 
@@ -238,7 +238,7 @@ class Unpaired(TokenStore):
 
     def num_predicted(self, ids: np.ndarray) -> np.ndarray:
         """Returns the number of predicted tokens of each row, in both sequences together, int64."""
-        prompts = super().lengths(self._ids[ids])[:, 0]
+        prompts = super().lengths(self.row_ids[ids])[:, 0]
         return (self.sequence_lengths(ids).reshape(-1, 2) + 1 - prompts[:, None]).sum(1)
 
     def describe(self) -> str:
