@@ -22,6 +22,7 @@ from common.process import this_process
 PARTIAL = ".partial"
 LOCK = ".lock"
 CONTENTS = "contents.json"  # of a cache entry: size and XXH3 digest of each other file, which `cache_check` compares
+CHECKED = ".checked"  # suffix of a file next to a cache entry: the launches that have compared its digests
 PAGE = 4096  # bytes; direct writes must begin and end at multiples of it
 DIRECT = getattr(os, "O_DIRECT", 0)  # only on Linux
 

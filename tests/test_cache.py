@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 from conftest import ROOT, launch, read_metrics, write_rows
 
-from common.data.cache import cached
+from common.data.cache import cached, only_one
 from common.files import CONTENTS, size_and_digest
 from common.tasks.dpo.reference import is_cached
 
@@ -135,3 +135,15 @@ def test_a_run_does_not_train_on_damaged_tokens(damage, tmp_path):
     losses = [[line["loss"] for line in read_metrics(tmp_path / name)] for name in outputs]
     assert losses[0] == losses[1] == losses[2]
     assert [output.count("it is made again") for output in outputs.values()] == [0, 0, 1]
+
+
+def test_what_another_process_writes_beside_its_entry_is_not_removed(tmp_path):
+    """While it holds the lock of its entry; afterwards it is what a killed process has left."""
+    calls = []
+    beside = tmp_path / "made-other.checked.partial"
+    beside.write_text("[]")
+    with only_one(tmp_path / "made-other"):
+        make(tmp_path, calls)
+        assert beside.exists()
+    make(tmp_path, calls)
+    assert not beside.exists() and len(calls) == 1

@@ -13,7 +13,7 @@ from typing import Any
 from filelock import FileLock, Timeout
 
 from common.errors import UserError, one_line
-from common.files import CONTENTS, PARTIAL, complete_or_absent, remove, size_and_digest
+from common.files import CHECKED, CONTENTS, PARTIAL, complete_or_absent, remove, size_and_digest
 
 FORMAT = 5  # increase this when the meaning of a cached file changes
 
@@ -79,7 +79,7 @@ def only_one(directory: Path) -> AbstractContextManager:
 def _remove_unfinished(root: Path) -> None:
     """Removes incomplete entries of killed processes; entries that are still being written are locked and remain."""
     for path in root.glob(f"*{PARTIAL}"):
-        name = path.name.removesuffix(PARTIAL).removesuffix(".old")
+        name = path.name.removesuffix(PARTIAL).removesuffix(".old").removesuffix(CHECKED)
         with suppress(Timeout, OSError), FileLock(root / f"{name}.lock", timeout=0):
             remove(path)
 

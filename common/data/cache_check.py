@@ -9,10 +9,9 @@ from typing import Any
 
 import psutil
 
-from common.files import CONTENTS, remove, replace_text, set_aside, size_and_digest
+from common.files import CHECKED, CONTENTS, remove, replace_text, set_aside, size_and_digest
 
 logger = logging.getLogger(__name__)  # of any rank: the first process to arrive finds the damage, and only this one
-CHECKED = ".checked"  # suffix of a file next to the entry: the launches that have compared its digests
 MOST_LAUNCHES = 64  # that this file lists
 
 
