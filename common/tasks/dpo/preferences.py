@@ -65,12 +65,7 @@ def tokenize_preferences(
 
     Raises UserError with file and location if something cannot be read or yields no sample.
     """
-    if source.parts:
-        raise UserError("files of preferences cannot be mixed by weights; remove the weights from --train_file")
-    tokenizer.chat_template = source.chat_template or tokenizer.chat_template
-    corpus = open_source(source)
-    if source.embedded:
-        corpus = embedded_preferences(corpus, source.text_column)
+    corpus = open_preferences(source, tokenizer)
     columns, is_whole = columns_of(corpus), objective.loss.is_whole
     directory = cached(
         "preferences",
@@ -87,6 +82,15 @@ def tokenize_preferences(
     )
     no_more_threads()
     return Preferences(directory, length, reference, objective, is_held_out=is_held_out)
+
+
+def open_preferences(source: Source, tokenizer: PreTrainedTokenizerBase) -> Corpus:
+    """Opens the rows of a source, and sets the tokenizer's chat template. Raises UserError: the source is mixed."""
+    if source.parts:
+        raise UserError("files of preferences cannot be mixed by weights; remove the weights from --train_file")
+    tokenizer.chat_template = source.chat_template or tokenizer.chat_template
+    corpus = open_source(source)
+    return embedded_preferences(corpus, source.text_column) if source.embedded else corpus
 
 
 def embedded_preferences(corpus: Corpus, text_column: str) -> Corpus:

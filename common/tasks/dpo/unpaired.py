@@ -21,12 +21,12 @@ from common.data.messages import history_of, messages_of, with_system
 from common.data.row_texts import batches
 from common.data.sample_writing import corpus_facts
 from common.data.source_types import Corpus, Row, Source
-from common.data.sources import check_columns, open_source
+from common.data.sources import check_columns
 from common.data.token_store import TokenStore, TokenWriter
 from common.data.tokenizer import Encoded, no_more_threads, tokenizer_identity
 from common.errors import UserError, reading
 from common.tasks.dpo.losses import Objective
-from common.tasks.dpo.preferences import as_context, embedded_preferences, encode_answers, pad_rows, view_of
+from common.tasks.dpo.preferences import as_context, encode_answers, open_preferences, pad_rows, view_of
 from common.tasks.dpo.rows import ANSWERS, CONTEXT, check_row
 
 COMPLETIONS = ("completion", "response", "answer")  # names of the answer's column; the first present is used
@@ -64,12 +64,7 @@ def tokenize_unpaired(
 
     Raises UserError with file and location if something cannot be read or yields no sample.
     """
-    if source.parts:
-        raise UserError("files of preferences cannot be mixed by weights; remove the weights from --train_file")
-    tokenizer.chat_template = source.chat_template or tokenizer.chat_template
-    corpus = open_source(source)
-    if source.embedded:
-        corpus = embedded_preferences(corpus, source.text_column)
+    corpus = open_preferences(source, tokenizer)
     columns = columns_of(corpus)
     if source.on_too_long:
         raise UserError("--on_too_long is not supported with --loss kto, which truncates answers; remove it")
