@@ -6,22 +6,18 @@ and eager attention compute with this mask. Kernels that skip the masked blocks 
 inputs (FlexAttention, variable-length FlashAttention); they are not used.
 """
 
-import inspect
 from typing import Any
 
 import torch
-from transformers import MODEL_FOR_CAUSAL_LM_MAPPING, PreTrainedConfig, PreTrainedModel
+from transformers import PreTrainedConfig, PreTrainedModel
 
 from common.errors import UserError
-from common.internals.transformers_uncommon import is_recurrent
 from common.process import this_process
 from common.training.process_grid import ProcessGrid
+from common.training.token_positions import computes_positions, has_longrope, why_not_by_attention
 
 # Supported layer types. All others pass information between tokens outside of attention, or by their own masks.
 LAYER_TYPES = {"full_attention", "sliding_attention"}
-# Model types that pass the other checks, but compute positions themselves, or derive a mask from tokens.
-OTHERS = {"camembert", "data2vec-text", "doge", "llama4_text", "roberta", "roberta-prelayernorm", "xlm-roberta"}
-OTHERS |= {"xlm-roberta-xl", "xmod"}
 
 
 class _FirstAttention(Exception):
@@ -54,18 +50,13 @@ def check_unpacked(*position_ids: torch.Tensor) -> None:
 
 def _why_not(config: PreTrainedConfig) -> str | None:
     """Returns why a causal LM does not support a document mask, as the end of a sentence; None if it may do."""
-    kind, text = MODEL_FOR_CAUSAL_LM_MAPPING.get(type(config), None), config.get_text_config()
-    if isinstance(kind, tuple) or kind is None or text is not config:
-        return "has inputs other than text, or is not a causal language model of transformers"
-    others = sorted(set(getattr(text, "layer_types", None) or ()) - LAYER_TYPES)
-    if others or is_recurrent(kind):
-        where = f" in its layers of {', '.join(others)}" if others else ""
-        return f"passes information between tokens outside of attention{where}"
-    if "position_ids" not in inspect.signature(kind.forward).parameters or config.model_type in OTHERS:
+    if why := why_not_by_attention(config, LAYER_TYPES):
+        return why
+    if computes_positions(config):
         return "computes positions or masks itself"
-    if "longrope" in str(getattr(text, "rope_parameters", None)):
+    if has_longrope(config):
         return "has rotary positions (longrope) that depend on the longest document of a micro-batch"
-    if getattr(text, "use_bidirectional_attention", False):
+    if getattr(config, "use_bidirectional_attention", False):
         return "attends to later tokens"
     return None
 

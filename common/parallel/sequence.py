@@ -29,17 +29,14 @@ from transformers import (
 )
 
 from common.errors import UserError
-from common.internals.transformers_uncommon import attention_name, is_recurrent, supports_sdpa
+from common.internals.transformers_uncommon import attention_name, supports_sdpa
 from common.parallel.process_groups import group_of, group_ranks
 from common.training.precision import autocast_dtype
 from common.training.process_grid import ProcessGrid
+from common.training.token_positions import computes_positions, has_longrope, why_not_by_attention
 
 # Supported layer types. All others pass information between tokens outside of attention.
 LAYER_TYPES = {"full_attention", "sliding_attention", "chunked_attention"}
-# Model types that pass the other checks, but compute a different update: they compute positions themselves, or derive
-# a mask from tokens. Found by running 100 model types of transformers 5.23 on two processes and on one process.
-OTHERS = {"camembert", "data2vec-text", "doge", "llama4_text", "roberta", "roberta-prelayernorm", "xlm-roberta"}
-OTHERS |= {"xlm-roberta-xl", "xmod"}
 
 
 def check_model(config: PreTrainedConfig, model_class: Any, grid: ProcessGrid) -> Iterator[str]:
@@ -62,18 +59,15 @@ def check_model(config: PreTrainedConfig, model_class: Any, grid: ProcessGrid) -
 
 def _why_not(config: PreTrainedConfig) -> str | None:
     """Returns why a causal LM does not support sequence parallelism, as the end of a sentence; None if it does."""
-    kind, text = MODEL_FOR_CAUSAL_LM_MAPPING.get(type(config), None), config.get_text_config()
-    if isinstance(kind, tuple) or kind is None or text is not config:
-        return "has inputs other than text, or is not a causal language model of transformers"
-    others = sorted(set(getattr(text, "layer_types", None) or ()) - LAYER_TYPES)
-    if others or is_recurrent(kind):
-        where = f" in its layers of {', '.join(others)}" if others else ""
-        return f"passes information between tokens outside of attention{where}"
+    if why := why_not_by_attention(config, LAYER_TYPES):
+        return why
+    kind: Any = MODEL_FOR_CAUSAL_LM_MAPPING[type(config)]
+    text = config.get_text_config()
     if not supports_sdpa(kind) or not kind.is_backend_compatible():
         return "does not use transformers' attention interface, or does not support SDPA"
-    if "position_ids" not in inspect.signature(kind.forward).parameters or config.model_type in OTHERS:
+    if computes_positions(config):
         return "computes positions or masks itself, so the positions of each part would start at 0"
-    if "longrope" in str(getattr(text, "rope_parameters", None)):
+    if has_longrope(config):
         return "has rotary positions (longrope) that depend on the largest position, which differs between the parts"
     if getattr(text, "use_bidirectional_attention", False) or getattr(text, "layerdrop", 0):
         return "attends to later tokens, or drops layers at random (layerdrop)"
