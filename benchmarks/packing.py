@@ -102,6 +102,54 @@ def step(model, batches: GlobalBatches, arm: str, storages: dict[int, int]) -> d
     }
 
 
+def make_batches(directory: Path, lengths: np.ndarray, config: LlamaConfig, budget: int) -> dict[str, GlobalBatches]:
+    """The same examples as one global batch of each arm, in micro-batches of at most `budget` tokens."""
+    write_store(directory, lengths)
+    packed = PackedExamples(Samples(directory, LENGTH))
+    return {
+        arm: GlobalBatches(
+            samples,
+            lambda rows: collate_tokens(rows, 0),
+            global_batch_size=len(samples),
+            micro_batch_size=None,
+            micro_batch_tokens=budget,
+            rank=0,
+            world_size=1,
+            seed=0,
+            attention_length=attention_length(config),
+        )
+        for arm, samples in zip(ARMS, (Samples(directory, LENGTH), packed, packed), strict=True)
+    }
+
+
+def measure(name: str, model, config: LlamaConfig, examples: int, rounds: int, budget: int) -> dict[str, dict]:
+    """The measurements of each arm for a distribution of lengths; medians of the rounds."""
+    storages: dict[int, int] = {}
+    weights = {p.untyped_storage().data_ptr() for p in model.parameters()}
+
+    def save(tensor: torch.Tensor) -> torch.Tensor:
+        storage = tensor.untyped_storage()
+        if storage.data_ptr() not in weights:
+            storages[storage.data_ptr()] = storage.nbytes()
+        return tensor
+
+    with tempfile.TemporaryDirectory() as directory:
+        store = Path(directory) / "store"
+        store.mkdir()
+        batches = make_batches(store, draw_lengths(name, examples), config, budget)
+        with torch.autograd.graph.saved_tensors_hooks(save, lambda tensor: tensor):
+            found = [{arm: step(model, batches[arm], arm, storages) for arm in ARMS} for _ in range(1 + rounds)]
+    found = found[1:]  # the first one warms up
+    result = {arm: {key: statistics.median(each[arm][key] for each in found) for key in found[0][arm]} for arm in ARMS}
+    lengths = draw_lengths(name, 2048)
+    blocks = np.bincount(pack(lengths, LENGTH), lengths).astype(int)
+    rows_per_block = len(lengths) / len(blocks)
+    result["sorted"]["padding"] = padding(lengths, budget, 64)
+    result["packed"]["padding"] = padding(blocks, budget, round(64 / rows_per_block))
+    result["packed"]["rows_per_block"] = rows_per_block
+    return result
+
+
 def main():
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--quick", action="store_true", help="small, and write nothing")
@@ -115,50 +163,9 @@ def main():
     model = build_untrained(config, False, AutoModelForCausalLM)
     sum_token_losses(model)
     results: dict[str, dict] = {}
-    storages: dict[int, int] = {}
-    weights = {p.untyped_storage().data_ptr() for p in model.parameters()}
-
-    def save(tensor: torch.Tensor) -> torch.Tensor:
-        storage = tensor.untyped_storage()
-        if storage.data_ptr() not in weights:
-            storages[storage.data_ptr()] = storage.nbytes()
-        return tensor
-
+    options = model, config, 12 if args.quick else args.examples, args.rounds, args.micro_batch_tokens
     for name in ("uniform", "log-normal", "bimodal"):
-        with tempfile.TemporaryDirectory() as directory:
-            store = Path(directory) / "store"
-            store.mkdir()
-            write_store(store, draw_lengths(name, 12 if args.quick else args.examples))
-            samples = {"sorted": Samples(store, LENGTH), "packed": PackedExamples(Samples(store, LENGTH))}
-            samples["unmasked"] = samples["packed"]
-            batches = {
-                arm: GlobalBatches(
-                    samples[arm],
-                    lambda rows: collate_tokens(rows, 0),
-                    global_batch_size=len(samples[arm]),
-                    micro_batch_size=None,
-                    micro_batch_tokens=args.micro_batch_tokens,
-                    rank=0,
-                    world_size=1,
-                    seed=0,
-                    attention_length=attention_length(config),
-                )
-                for arm in ARMS
-            }
-            with torch.autograd.graph.saved_tensors_hooks(save, lambda tensor: tensor):
-                rounds = [
-                    {arm: step(model, batches[arm], arm, storages) for arm in ARMS} for _ in range(1 + args.rounds)
-                ]
-            rounds = rounds[1:]  # the first one warms up
-        results[name] = {
-            arm: {key: statistics.median(each[arm][key] for each in rounds) for key in rounds[0][arm]} for arm in ARMS
-        }
-        lengths = draw_lengths(name, 2048)
-        blocks = np.bincount(pack(lengths, LENGTH), lengths).astype(int)
-        rows_per_block = len(lengths) / len(blocks)
-        results[name]["sorted"]["padding"] = padding(lengths, args.micro_batch_tokens, 64)
-        results[name]["packed"]["padding"] = padding(blocks, args.micro_batch_tokens, round(64 / rows_per_block))
-        results[name]["packed"]["rows_per_block"] = rows_per_block
+        results[name] = measure(name, *options)
         for arm, measured in results[name].items():
             print(f"{name:>10} {arm:>8} ", ", ".join(f"{key} {value:.4g}" for key, value in measured.items()))
     if args.quick:
