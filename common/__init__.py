@@ -7,26 +7,16 @@ of the many long-lived objects that the libraries create at import take half a s
 
 import gc
 import os
-import sys
-import time
 
 from common import launcher as launcher  # first, because the launcher may end during the other imports
 from common import versions
 
-
-def _exit_if_broken() -> None:
-    """Ends the process with status 2 if a version is known not to work, before an import of the package fails."""
-    if problems := list(versions.broken_versions(versions.versions())):
-        if os.environ.get("LOCAL_RANK", "0") == "0":
-            print("\n".join(f"error: {problem}" for problem in problems), file=sys.stderr, flush=True)
-        else:
-            time.sleep(2)  # because the launcher ends all ranks once a rank ends; the first must print before
-        sys.exit(2)
-
-
 GC_THRESHOLD = gc.get_threshold()  # Python's default
 gc.set_threshold(100_000, *GC_THRESHOLD[1:])
-_exit_if_broken()
+if problems := [*versions.broken_versions(versions.versions())]:  # before an import of such a package fails
+    from common.broken_versions import exit_with
+
+    exit_with(problems)
 # Samples of many lengths fragment fixed segments, so that memory runs out early. torch reads all three names.
 if not {"PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_HIP_ALLOC_CONF"} & os.environ.keys():
     os.environ["PYTORCH_ALLOC_CONF"] = "expandable_segments:True"

@@ -13,6 +13,7 @@ LAYERS = [
     "redaction",
     "errors",
     "command_parser",
+    "broken_versions",
     "versions",
     "packages",
     "internals",

@@ -21,6 +21,7 @@ from torch import nn
 from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM, MambaForCausalLM, T5Config
 from transformers.models.llama.modeling_llama import LlamaDecoderLayer
 
+from common.broken_versions import exit_with
 from common.errors import UserError
 from common.internals import bitsandbytes as of_bitsandbytes
 from common.internals import datasets as of_datasets
@@ -145,6 +146,14 @@ def test_a_recipe_ends_before_it_imports_a_version_that_does_not_work(version, s
     result = run([BIN / "python", "-c", code], PYTHONPATH=f"{tmp_path}:{ROOT}")
     line = f"error: transformers {version}: has no transformers.PreTrainedConfig; install transformers==5.23.0\n"
     assert (result.returncode, result.stderr) == (status, line if status else "")
+
+
+@pytest.mark.parametrize(("rank", "printed"), [("0", "error: a\nerror: b\n"), ("1", "")])
+def test_one_rank_names_the_versions_that_do_not_work(rank, printed, monkeypatch, capsys):
+    monkeypatch.setenv("LOCAL_RANK", rank)
+    with pytest.raises(SystemExit, match="^2$"):
+        exit_with(["a", "b"])
+    assert capsys.readouterr().err == printed
 
 
 # --- torch
