@@ -325,6 +325,13 @@ def test_what_contradicts_a_flag_or_cannot_run_is_refused(name):
     assert len(problems) == 1 and re.search(pattern, problems[0]), problems
 
 
+def test_a_file_that_no_parser_reads_to_its_end_is_refused(tmp_path):
+    path = tmp_path / "deep.json"
+    path.write_text('{"a":' * 100_000)
+    with pytest.raises(UserError, match="deep.json: not JSON"):
+        read_deepspeed_config(str(path))
+
+
 def test_numbers_where_tokens_cut_the_batch_are_refused():
     args = recipe_arguments("--global_batch_size", 16)
     config = {"zero_optimization": {"stage": 2}, "train_micro_batch_size_per_gpu": 2, "gradient_accumulation_steps": 4}
