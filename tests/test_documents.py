@@ -7,7 +7,7 @@ from itertools import pairwise
 import numpy as np
 import pytest
 import torch
-from conftest import assert_same_update, read_metrics, run_in_float64, run_specs, source_of
+from conftest import assert_refused, assert_same_update, read_metrics, run_in_float64, run_specs, source_of
 from safetensors.torch import load_file
 from transformers import (
     AutoModelForCausalLM,
@@ -253,3 +253,9 @@ def test_moe_and_pipeline_compute_with_the_mask_too(functions_file, model_dir, t
     losses = {name: [line["loss"] for line in read_metrics(tmp_path / name)] for name in runs}
     assert losses["moe"] == pytest.approx(losses["moe small"], rel=1e-5)
     assert losses["lm"] == pytest.approx(losses["pipeline"], rel=1e-6)
+
+
+def test_rows_that_a_recipe_packs_by_itself_end_the_run(functions_file, model_dir, tmp_path):
+    given = document_flags(functions_file, model_dir, "--shape", "examples", "--output_dir", tmp_path / "run")
+    result = run_specs("lm", [(given, {"own_positions": 1})], tmp_path, check=False)
+    assert_refused(result, "position_ids: positions restart within a row, but there is no document mask")

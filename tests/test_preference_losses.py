@@ -171,6 +171,9 @@ def test_kto_is_the_formula(model_dir, tokenizer, cache, tmp_path):
     assert margins.tolist() == pytest.approx([beta * (ratio.item() - baseline) for ratio in ratios], rel=1e-4)
     without = micro_batch | {"target_baseline": torch.zeros(())}
     assert abs(dpo.predict(model, without)[0] - loss) > 1e-3
+    micro_batch["target_reference"] += 9  # so that the mean ratio is below 0
+    ((found, _),) = with_baseline(run, model, SimpleNamespace(num_samples=4))
+    assert found["target_baseline"].item() == 0
 
 
 def test_pairs_become_two_rows_and_bad_labels_are_refused(tokenizer, cache, tmp_path):

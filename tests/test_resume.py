@@ -87,6 +87,8 @@ ADAPTERS = {
 }
 # A base in 4 bits, which DeepSpeed does not support.
 QUANTIZED = {"lm-nf4": [*RECIPES["lm"], *LORA, "--quantize", "nf4"]}
+LOSSES = {f"dpo-{loss}": [*RECIPES["dpo"], "--loss", loss] for loss in ("kto", "orpo")}
+DOCUMENTS = {"lm-documents": [*LLAMA, "--document_mask"], "lm-packed": [*LLAMA, "--shape", "packed"]}
 WITH_DROPOUT = ("lm", "classify", "seq2seq", "vision", "embed")
 # A plain process, and each way in which weights are held: with all recipes, and the adapters of all. The other configs
 # change the precision, the place or the number of the copies of such weights, and of what a checkpoint holds nothing
@@ -155,7 +157,7 @@ def recipes_of(config):
         return {name: RECIPES[name] for name in SOME} | {"lm-lora": ADAPTERS["lm-lora"]}
     more, every = {} if config.startswith("zero") else QUANTIZED, RECIPES.keys() - {"pipeline"}
     if config == "fsdp2":  # a recurrent network has no hidden matrix; the ConvNet's blocks would be in two shards
-        more = more | {"dpo-nf4": [*RECIPES["dpo"], *LORA[:2], *QUANTIZED["lm-nf4"][-2:]]}
+        more = more | {"dpo-nf4": [*RECIPES["dpo"], *LORA[:2], *QUANTIZED["lm-nf4"][-2:]]} | LOSSES | DOCUMENTS
         split = {name: RECIPES[name] for name in every} | {"long_sequence": TRANSFORMER}
         more = more | with_optimizers(split, "muon")
         more = more | with_optimizers({name: split[name] for name in every - {"vision"}}, "adamw8bit")
@@ -218,6 +220,9 @@ EQUAL = {
     "classify": [*UNEVEN, "--model_name_or_path", "LLAMA", "--sequence_length", 32],
     "seq2seq": [*UNEVEN, "--model_name_or_path", "T5", "--sequence_length", 32, "--target_length", 16],
     "dpo": [*UNEVEN, "--model_name_or_path", "LLAMA", "--sequence_length", 64],
+    "dpo-kto": [*UNEVEN, "--model_name_or_path", "LLAMA", "--sequence_length", 64, "--loss", "kto"],
+    "dpo-orpo": [*UNEVEN, "--model_name_or_path", "LLAMA", "--sequence_length", 64, "--loss", "orpo"],
+    "lm-documents": [*UNEVEN, "--model_name_or_path", "LLAMA", "--sequence_length", 32, "--document_mask"],
     "embed": [*UNEVEN, "--model_name_or_path", "LLAMA", *PAIRS],
     "moe": RECIPES["moe"],
     "moe-exact": [*RECIPES["moe"], "--balance", "exact"],
@@ -295,7 +300,8 @@ def test_every_recipe_makes_the_update_of_one_process(config, one_process, data,
             most = 0 if is_counted else FLIPPED.get((config, name), WEIGHTS.get(name, 2e-5))
             assert (weight - weights[key]).abs().max() <= most, (name, key)
         # Before the first backward.
-        counts = {"moe-exact": ["routing.begin_update"]}.get(name, ["replay.embed"] if "embed" in name else [])
+        counts = {"moe-exact": ["routing.begin_update"], "dpo-kto": ["baseline._estimate"]}
+        counts = counts.get(name, ["replay.embed"] if "embed" in name else [])
         ours = our_collectives(tmp_path / f"{name}-n", 2)
         # The second and the last one are saved.
         assert ours[0] == ours[2][: len(ours[0])] == [*counts, "accumulation.sum_over_ranks"], name
