@@ -311,7 +311,7 @@ CONTRADICTIONS = {
         "offload_param has no effect at stage 2",
     ),
     "no section": ({"zero_optimization": {}}, "no section zero_optimization"),
-    "deep": ({"x": functools.reduce(lambda inner, _: {"a": inner}, range(480), {})}, "nested too deeply"),
+    "deep": ({"x": functools.reduce(lambda inner, _: {"a": inner}, range(20_000), {})}, "nested too deeply"),
     "aio below": ({"zero_optimization": {"stage": 2, "aio": {"queue_depth": 8}}}, "aio belongs at the top"),
 }
 
