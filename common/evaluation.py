@@ -12,7 +12,7 @@ from typing import Any
 import torch
 
 from common.report.totals import EVALUATION, pause
-from common.training.stop_signals import StopRequests, StopVotes
+from common.training.stop_signals import StopRequests
 
 Evaluate = Callable[[Any, torch.nn.Module], dict[str, Any]]  # signature of a recipe's `evaluate(run, model)`
 
@@ -26,7 +26,8 @@ class Evaluations:
 
     def __init__(self, run: Any):
         self.run, self.is_of_update = run, False
-        self.votes: StopVotes | None = None  # None while requests to stop are ignored
+        self.requests: StopRequests | None = None  # None while requests to stop are ignored
+        self.votes: Any = None  # a `stop_votes.StopVotes`, from the first evaluation on
         self.signal_handling = ExitStack()
         self.metrics: Any = None  # those of --metric, set by `report.metric_flag`
         self.lines: list[str] = []  # lines to print about them
@@ -34,17 +35,15 @@ class Evaluations:
     @contextmanager
     def accept_requests(self) -> Iterator[StopRequests]:
         """Context manager around the loop: accepts requests to stop until `close`, after the final evaluation."""
-        run = self.run
         with ExitStack() as signal_handling:
-            requests = signal_handling.enter_context(StopRequests())
-            self.votes = StopVotes(requests, run.checkpoints.ranks.sum, run.accelerator.num_processes)
-            yield requests
+            self.requests = signal_handling.enter_context(StopRequests())
+            yield self.requests
             self.signal_handling = signal_handling.pop_all()
 
     def close(self) -> tuple[str, ...]:
         """Ends the handling of requests to stop after the last evaluation; returns printable results of --metric."""
         self.stop_if_requested(now=True)
-        self.votes = None
+        self.requests = None
         self.signal_handling.close()
         return tuple(self.lines)
 
@@ -87,10 +86,20 @@ class Evaluations:
 
         Raises EvaluationStopped: during the evaluation of an update, so that the update is recorded before the save.
         """
-        if self.votes is None or not self.votes.stop_is_requested(now):
+        if self.requests is None or not self._stop_is_requested(self.requests, now):
             return
         if self.is_of_update:
             raise EvaluationStopped
         from common.run_endings import save_and_stop
 
         save_and_stop(self.run)
+
+    def _stop_is_requested(self, requests: StopRequests, now: bool) -> bool:
+        ranks = self.run.checkpoints.ranks
+        if now:
+            return ranks.sum(requests.is_requested)[0] > 0
+        if self.votes is None:
+            from common.training.stop_votes import StopVotes
+
+            self.votes = StopVotes(requests, ranks.sum, ranks.world)
+        return self.votes.stop_is_requested()

@@ -38,14 +38,20 @@ def inline_deepspeed_config(settings: dict[str, Any]) -> dict[str, Any]:
     return {"zero_optimization": zero} | ({} if clipping in ("auto", None) else {"gradient_clipping": float(clipping)})
 
 
-def launched_config(
-    args: argparse.Namespace, config_file: str | None, given: set[str]
-) -> tuple[str | dict[str, Any], str | None, list[str]]:
-    """Returns the DeepSpeed config of a launch (name of a file, or settings), its precision, and its problems."""
+def read_launched(launch: Any, args: argparse.Namespace) -> None:
+    """Sets the DeepSpeed config of a launch (name of a file, or settings), and its precision; notes problems.
+
+    launch: a `launch.Launch`. args: settings of the launcher. Its precision takes precedence over that of the file.
+    """
     config, problems = args.deepspeed_config_file or inline_deepspeed_config(vars(args)), list[str]()
-    if args.deepspeed_config_file and config_file and "deepspeed_config_file" not in given:
-        config, problems = find_deepspeed_file(args.deepspeed_config_file, config_file)
-    return config, file_precision(config), problems
+    if args.deepspeed_config_file and launch.config_file and "deepspeed_config_file" not in launch.given:
+        config, problems = find_deepspeed_file(args.deepspeed_config_file, launch.config_file)
+    launch.deepspeed_config = config
+    launch.file_problems += problems
+    precision = file_precision(config)
+    is_set = "mixed_precision" in launch.given or launch.file_settings.get("mixed_precision")
+    if precision is not None and launch.mode == "DeepSpeed" and not is_set:
+        launch.mixed_precision = precision
 
 
 def find_deepspeed_file(name: str, config_file: str) -> tuple[str, list[str]]:

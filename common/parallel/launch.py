@@ -120,13 +120,9 @@ def parse_launch(argv: list[str], environment: dict[str, str] | None = None) -> 
     if config_file:
         _read_config_file(launch, config_file, known)
     if launch.mode == "DeepSpeed" or args.deepspeed_config_file:
-        from common.parallel.deepspeed_files import launched_config
+        from common.parallel.deepspeed_files import read_launched
 
-        launch.deepspeed_config, precision, problems = launched_config(args, launch.config_file, launch.given)
-        launch.file_problems += problems
-        is_set = "mixed_precision" in launch.given or launch.file_settings.get("mixed_precision")
-        if precision is not None and launch.mode == "DeepSpeed" and not is_set:
-            launch.mixed_precision = precision
+        read_launched(launch, args)
     return launch
 
 

@@ -22,7 +22,7 @@ from common.parallel import failures, rank_connection, rank_store, rank_watch, s
 from common.process import this_process
 from common.report import model_card, records, settings, trackers
 from common.report.progress import Progress
-from common.training import accumulation, optimizers, stop_signals
+from common.training import accumulation, optimizers, stop_votes
 
 END_RUN = shutdown.end_run  # which tests/run_recipe.py replaces
 
@@ -62,7 +62,7 @@ def signal_in_evaluation(when):
             os.kill(os.getpid(), getattr(signal, name))
 
     before(run, "send_to_device", send)
-    change(stop_signals.StopVotes, "SECONDS", 0.0)
+    change(stop_votes.StopVotes, "SECONDS", 0.0)
 
 
 def start_together(how):
