@@ -195,22 +195,6 @@ def test_pairs_become_two_rows_and_bad_labels_are_refused(tokenizer, cache, tmp_
             tokenize_unpaired(source_of(tmp_path / f"{problem[:9]}.jsonl", rows), *options)
 
 
-def test_orpo_cpo_and_simpo_are_those_of_trl():
-    """TRL's own functions of the same log-probabilities; skipped without trl."""
-    cpo = pytest.importorskip("trl.experimental.cpo").CPOTrainer
-    orpo = pytest.importorskip("trl.experimental.orpo").ORPOTrainer
-    scores = -torch.rand(5, 2, dtype=torch.float64) * 3
-    beta, smoothing, gamma, *_ = OPTIONS
-    own = SimpleNamespace(beta=beta, label_smoothing=smoothing, simpo_gamma=gamma, alpha=0.0)
-    own.accelerator = SimpleNamespace(device="cpu")
-    expected = {"orpo": -orpo.odds_ratio_loss(own, *scores.float().T)[0]}
-    for name, loss_type in (("cpo", "sigmoid"), ("simpo", "simpo")):
-        own.loss_type = loss_type
-        expected[name] = cpo.cpo_loss(own, *scores.T)[0]
-    for name, losses in expected.items():
-        torch.testing.assert_close(LOSSES[name].function(scores, OPTIONS).to(losses.dtype), losses)
-
-
 CASES = {
     "ipo": [],
     "hinge": [],
