@@ -143,11 +143,16 @@ def test_bf16_on_a_cpu_is_bf16(one_process, functions_file, model_dir, tmp_path)
 
 
 def test_a_compiled_model_makes_the_same_update(one_process, functions_file, model_dir, tmp_path):
+    """Also of documents that do not see each other."""
     need("g++")
     reference, more, _ = one_process
-    run_flags = flags(functions_file, tmp_path / "run", *more, "--compile", model_dir=model_dir)
-    launch(*run_flags, timeout=900)  # a first compilation, beside other tests
+    masked = ["--shape", "packed", "--num_updates", 3]
+    own = {"run": ["--compile"], "mask": masked, "both": [*masked, "--compile"]}
+    names = {name: [*more, *last] for name, last in own.items()}
+    runs = [(flags(functions_file, tmp_path / name, *given, model_dir=model_dir), {}) for name, given in names.items()]
+    run_specs("lm", runs, tmp_path)
     assert_same_losses(tmp_path / "run", reference)
+    assert_same_losses(tmp_path / "both", tmp_path / "mask")
 
 
 def test_sorted_global_batches_hardly_pad_and_load_the_ranks_alike(tmp_path):
