@@ -10,6 +10,7 @@ import torch
 from conftest import assert_refused, assert_same_update, read_metrics, run_in_float64, run_specs, source_of
 from safetensors.torch import load_file
 from transformers import (
+    AttentionInterface,
     AutoModelForCausalLM,
     BloomConfig,
     Gemma2Config,
@@ -24,6 +25,7 @@ from transformers import (
 from common.data.documents import pack
 from common.data.text import tokenize
 from common.errors import UserError
+from common.models import document_attention
 from common.models.document_masks import mask_documents
 from common.models.untrained import build_untrained, empty_model
 from common.process import this_process
@@ -47,6 +49,28 @@ CONFIGS = {
 @pytest.fixture
 def unmasked(monkeypatch):
     monkeypatch.setattr(this_process(), "has_document_mask", False)
+
+
+@pytest.fixture
+def note_calls(monkeypatch):
+    """Returns a list of the lengths of attention calls, in rows that are split into segments of 4 tokens or more."""
+    monkeypatch.setattr(document_attention, "LEAST", 4)
+    before, lengths = AttentionInterface()["sdpa"], []
+
+    def start():
+        attention = AttentionInterface()["sdpa"]
+
+        def counted(module, query, *given, **named):
+            lengths.append(query.shape[2])
+            return attention(module, query, *given, **named)
+
+        AttentionInterface.register("sdpa", counted)
+        document_attention.split_rows()
+        document_attention.split_rows()  # has no effect
+        return lengths
+
+    yield start
+    AttentionInterface.register("sdpa", before)
 
 
 @pytest.fixture
@@ -74,7 +98,8 @@ def joined(documents):
 
 
 @pytest.mark.parametrize("name", CONFIGS)
-def test_the_gradient_of_a_block_is_the_sum_of_those_of_its_documents(name, unmasked, in_float64):
+def test_the_gradient_of_a_block_is_the_sum_of_those_of_its_documents(name, unmasked, in_float64, note_calls):
+    """With attention by segments on a CPU: of the whole row without a mask, of its parts with one."""
     torch.manual_seed(0)
     model = build_untrained(CONFIGS[name], False, AutoModelForCausalLM).eval()  # GPT-2 has dropout
     sum_token_losses(model)
@@ -96,7 +121,10 @@ def test_the_gradient_of_a_block_is_the_sum_of_those_of_its_documents(name, unma
     with pytest.raises(UserError, match="positions restart within a row, but there is no document mask"):
         gradients(*blocks)
     mask_documents(empty_model(CONFIGS[name]), ProcessGrid(1))
+    calls = note_calls()
     masked = gradients(*blocks)
+    # In each of two layers: 7, then 1, 1 and 5 together; 2 and 9 together, then 3 of padding.
+    assert sorted(calls) == ([] if name == "gemma2" else sorted(2 * [7, 7, 11, 3])), calls
     assert masked.dtype == torch.float64 and (masked - alone).norm() < 1e-12 * alone.norm()
 
 

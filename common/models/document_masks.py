@@ -1,9 +1,9 @@
 """Makes tokens attend only to their own document, in rows of several documents whose positions restart at each.
 
 transformers' models pass the positions to the functions that make their attention masks. From the positions, these
-functions find the documents, so that the mask is block-diagonal, and a sliding window counts within a document. SDPA
-and eager attention compute with this mask. Kernels that skip the masked blocks exist only for GPUs, and need other
-inputs (FlexAttention, variable-length FlashAttention); they are not used.
+functions find the documents, so that the mask is block-diagonal, and a sliding window counts within a document. On a
+CPU, `document_attention` skips the masked parts; other attention computes the whole mask. GPU kernels that skip them
+(FlexAttention, variable-length FlashAttention) need other inputs, and are not used.
 """
 
 from typing import Any

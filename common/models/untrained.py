@@ -56,6 +56,10 @@ def make_ready(model: PreTrainedModel) -> PreTrainedModel:
         from common.models import cpu_kernels
 
         cpu_kernels.use_cpu_kernels(model)
+    if this_process().has_document_mask:
+        from common.models import document_attention
+
+        document_attention.split_rows()
     try:
         embedding = model.get_input_embeddings()
     except NotImplementedError:  # CANINE has several embeddings
