@@ -8,6 +8,9 @@ arms take turns, and the median of the rounds is reported. Times are CPU seconds
 on the machine change them little. `targets_per_cpu_second` counts only targets, so padding lowers it. `unmasked` is the
 packed arm without a document mask: it shows the cost of the mask. `saved_mib` is the memory that a forward keeps for
 its backward, in the largest micro-batch. `padding` is that of 2,048 examples, in updates of about 64 examples.
+
+`attention` has the CPU seconds of forward and backward of attention alone, 8 heads of 64 over a row of 2,048 tokens, by
+number of documents: `whole` with the mask of the row, `segments` as common/models/document_attention.py computes it.
 """
 
 import argparse
@@ -27,12 +30,13 @@ sys.path.insert(1, str(ROOT))
 
 import numpy as np  # noqa: E402
 import torch  # noqa: E402
-from transformers import AutoModelForCausalLM, LlamaConfig  # noqa: E402
+from transformers import AttentionInterface, AutoModelForCausalLM, LlamaConfig  # noqa: E402
 
 from common import arguments as arguments  # noqa: E402  # before torch: see common/__init__.py
 from common.data.documents import PackedExamples, pack  # noqa: E402
 from common.data.text import Samples  # noqa: E402
 from common.data.token_store import TokenWriter  # noqa: E402
+from common.models.document_attention import SegmentedAttention  # noqa: E402
 from common.models.load import attention_length  # noqa: E402
 from common.models.untrained import build_untrained  # noqa: E402
 from common.process import this_process  # noqa: E402
@@ -43,6 +47,7 @@ from common.training.micro_batch_partition import split_global_batch  # noqa: E4
 
 LENGTH, VOCABULARY, WIDTH = 512, 4096, 256
 ARMS = ("sorted", "packed", "unmasked")
+DOCUMENTS, ROW, HEADS, HEAD_SIZE = (4, 10, 40, 200), 2048, 8, 64  # of the measurement of attention alone
 
 
 def draw_lengths(name: str, number: int) -> np.ndarray:
@@ -150,6 +155,33 @@ def measure(name: str, model, config: LlamaConfig, examples: int, rounds: int, b
     return result
 
 
+def attention_seconds(attention, documents: int, dtype: torch.dtype, rounds: int) -> float:
+    """CPU seconds of forward and backward over a row of `documents` documents of random lengths; median of rounds."""
+    starts = np.random.default_rng(0).choice(np.arange(1, ROW), documents - 1, replace=False)
+    numbers = torch.from_numpy(np.isin(np.arange(ROW), starts)).cumsum(0)
+    mask = (numbers[:, None] == numbers).tril()[None, None]
+    torch.manual_seed(0)
+    inputs = [torch.randn(1, HEADS, ROW, HEAD_SIZE, dtype=dtype, requires_grad=True) for _ in range(3)]
+    found = []
+    for _ in range(1 + rounds):
+        began = time.process_time()
+        attention(torch.nn.Module(), *inputs, mask)[0].sum().backward()
+        found.append(time.process_time() - began)
+    return statistics.median(found[1:])  # the first one warms up
+
+
+def measure_attention(attention, rounds: int) -> dict[str, dict]:
+    """By precision and number of documents, the CPU seconds with the mask of the row and by segments."""
+    ways = {"whole": attention, "segments": SegmentedAttention(attention)}
+    return {
+        str(dtype).removeprefix("torch."): {
+            documents: {name: attention_seconds(way, documents, dtype, rounds) for name, way in ways.items()}
+            for documents in DOCUMENTS
+        }
+        for dtype in (torch.float32, torch.bfloat16)
+    }
+
+
 def main():
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--quick", action="store_true", help="small, and write nothing")
@@ -162,12 +194,18 @@ def main():
     config = LlamaConfig(**sizes, vocab_size=VOCABULARY, bos_token_id=0, eos_token_id=0, pad_token_id=0)
     model = build_untrained(config, False, AutoModelForCausalLM)
     sum_token_losses(model)
+    attention = AttentionInterface()["sdpa"]
+    AttentionInterface.register("sdpa", SegmentedAttention(attention))
     results: dict[str, dict] = {}
     options = model, config, 12 if args.quick else args.examples, args.rounds, args.micro_batch_tokens
     for name in ("uniform", "log-normal", "bimodal"):
         results[name] = measure(name, *options)
         for arm, measured in results[name].items():
             print(f"{name:>10} {arm:>8} ", ", ".join(f"{key} {value:.4g}" for key, value in measured.items()))
+    attended = measure_attention(attention, args.rounds)
+    for precision, by_number in attended.items():
+        for documents, ways in by_number.items():
+            print(f"attention, {precision}, {documents} documents:", ways)
     if args.quick:
         return
     command = f"benchmarks/packing.py --examples {args.examples} --rounds {args.rounds}"
@@ -181,7 +219,7 @@ def main():
         "model": sizes,
     }
     path = ROOT / "benchmarks/results/packing-cpu.json"
-    path.write_text(json.dumps(facts | {"results": results}, indent=1) + "\n")
+    path.write_text(json.dumps(facts | {"results": results, "attention": attended}, indent=1) + "\n")
 
 
 if __name__ == "__main__":
