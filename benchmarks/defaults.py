@@ -217,9 +217,9 @@ def page(results):
         "Not measured, and unchanged: the sizes and architectures that are not in the tables (with 100 M parameters "
         "or more, a run takes hours on this machine); pipeline.py, whose models are lm.py's; moe.py, whose tokens use "
         "as many parameters as lm.py's; dpo.py, whose rate for a pretrained model is from its paper "
-        "(arXiv:2305.18290); embed.py, whose rates are classify.py's or below; the fine-tuning rates except that of "
-        "seq2seq.py; weight decay, warm-up and schedule. The "
-        "ViT's runs are too short to compare rates.",
+        "(arXiv:2305.18290); reward.py, whose rate for a pretrained model is Llama 2's (arXiv:2307.09288); embed.py, "
+        "whose rates are classify.py's or below; the fine-tuning rates except that of seq2seq.py; weight decay, "
+        "warm-up and schedule. The ViT's runs are too short to compare rates.",
     ]
     for recipe in dict.fromkeys(case["recipe"] for case in results["cases"]):
         lines += ["", f"## recipes/{recipe}.py", ""]

@@ -39,11 +39,12 @@ from peers import Recorder, trainer_settings
 from throughput import begin, describe_machine, launch, num_threads, this_command
 from throughput_data import ROOT, SEED
 
+from common.data.preferences import embedded_preferences
 from common.data.source_types import Source
 from common.data.sources import open_source
 from common.data.tokenizer import special_token_ids, train_tokenizer
 from common.report.tracking import versions
-from common.tasks.dpo.preferences import Preferences, embedded_preferences, tokenize_preferences
+from common.tasks.dpo.preferences import Preferences, tokenize_preferences
 from common.training.batching import sample_ids_of
 from recipes import dpo
 

@@ -116,6 +116,7 @@ FLAGS: dict[str, tuple[str, str]] = {
     "completion_only_loss": ("S", "remove it; in rows with prompt and completion, only the completion is a target"),
     "assistant_only_loss": ("S", "remove it; in conversations, only the assistant's turns are targets"),
     "max_prompt_length": ("", "remove it; --sequence_length limits prompt and answer together"),
+    "center_rewards_coefficient": ("", "--center_rewards {X}, in reward.py"),
     "reference_free": ("", "remove it; --loss orpo, simpo and cpo need no reference"),
     "disable_dropout": ("", "remove it; dropout is set by the model's config.json"),
     "label_smoothing_factor": ("TS", LOSS),
@@ -188,7 +189,7 @@ OFF = {
 NOT_TEXT = "all recipes except vision.py"
 ONE_TEXT = "classify.py, lm.py, long_sequence.py, moe.py and pipeline.py"
 CAUSAL = "lm.py, moe.py and pipeline.py"
-ADAPTED = "classify.py, dpo.py, embed.py, lm.py, moe.py and seq2seq.py"
+ADAPTED = "classify.py, dpo.py, embed.py, lm.py, moe.py, reward.py and seq2seq.py"
 ELSEWHERE = {
     "train_file": f"{NOT_TEXT}, which uses --train_dir instead",
     "validation_file": f"{NOT_TEXT}, which uses --validation_dir instead",
@@ -198,10 +199,11 @@ ELSEWHERE = {
     "micro_batch_tokens": "all recipes except long_sequence.py and vision.py",
     "model_config": "all recipes except long_sequence.py, which uses --architecture instead",
     "text_column": ONE_TEXT,
-    "chat_template": "dpo.py, lm.py, moe.py and pipeline.py",
+    "chat_template": "dpo.py, lm.py, moe.py, pipeline.py and reward.py",
     "label_column": "classify.py and vision.py",
-    "head_learning_rate": "classify.py and vision.py",
+    "head_learning_rate": "classify.py, reward.py and vision.py",
     "loss": "dpo.py and embed.py",
+    "new_head": "classify.py and reward.py",
     "metric": "classify.py, seq2seq.py and vision.py",
 }
 ELSEWHERE |= dict.fromkeys("completion_column document_mask no-document_mask prompt_column shape".split(), CAUSAL)
@@ -209,13 +211,14 @@ ELSEWHERE |= dict.fromkeys(
     "lora_alpha lora_dropout lora_rank lora_targets quantize use_dora use_rslora".split(), ADAPTED
 )
 OWN = {
-    "classify.py": "new_head pair_column task",
+    "classify.py": "pair_column task",
     "dpo.py": "beta cpo_alpha desirable_weight label_smoothing simpo_gamma undesirable_weight",
     "embed.py": "anchor_column dimensions learn_temperature negative_columns no-normalize normalize pooling "
     "positive_column prompt_anchor prompt_positive score_column symmetric temperature",
     "long_sequence.py": "architecture hidden_size levels mlp_rows num_layers segments truncate",
     "moe.py": "balance balance_strength dense experts_per_token num_experts upcycle",
     "pipeline.py": "schedule",
+    "reward.py": "center_rewards",
     "seq2seq.py": "generate source_column target_column target_length tokenizer",
     "vision.py": "augment image_size norm train_dir validation_dir",
 }

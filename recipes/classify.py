@@ -23,13 +23,13 @@ import torch
 from transformers import AutoModelForSequenceClassification
 
 from common.models.adapters import base_options, with_adapter
-from common.models.classifiers import HEAD_RATE_HELP, build_classifier, check_padding, find_inputs
+from common.models.classifiers import HEAD_RATE_HELP, build_classifier, check_padding, find_inputs, set_pipeline_inputs
 from common.parallel.shutdown import exit_on_user_error
 from common.report.metric_flag import METRIC, compute_metrics, load_metrics
 from common.report.predictions import draw_confusion, measure
 from common.run import Run
 from common.tasks.classify import scores, text_baseline, text_classifier
-from common.tasks.classify.labels import collate_texts, set_pipeline_inputs
+from common.tasks.classify.labels import collate_texts
 from common.training.accumulation import loss_scale, skip_step, synchronize_gradients
 from common.training.clipping import clip_gradients
 from common.training.optimizers import learning_rate, make_optimizer, set_learning_rate

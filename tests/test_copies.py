@@ -128,6 +128,7 @@ def test_a_dry_run_loads_nothing_that_it_does_not_use(recipe, functions_file, mo
 COPIES = {
     "lm.py": (["--train_file", "DATA"], "LlamaForCausalLM"),
     "dpo.py": (["--train_file", "DATA"], "rows.jsonl (prompt, chosen, rejected): "),
+    "reward.py": (["--train_file", "DATA"], "rows.jsonl (prompt, chosen, rejected): "),
     "embed.py": (["--train_file", "DATA"], "rows.jsonl (source, target): "),
     "pipeline.py": (["--train_file", "DATA"], "LlamaForCausalLM"),
     "moe.py": (["--train_file", "DATA"], "Ernie4_5_MoeForCausalLM"),

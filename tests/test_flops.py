@@ -23,7 +23,7 @@ MODELS |= {"vit": ("vision", ["--model_config", "vit"]), "prompts": ("lm", PROMP
 # Of what torch counts. A first convolution has no gradient of its input, a recurrence none of its first state.
 ERROR = {"vision": 0.015, "long_sequence": 0.003, "vit": 0.001}
 # Both answers of a pair are padded alike, and the losses of their tokens are computed once more before the gradient.
-ERROR |= {"dpo": 0.15}
+ERROR |= {"dpo": 0.15, "reward": 0.05}
 # Each text is embedded twice, and a run tells one forward of the two; nor does it tell the similarities of the batch.
 ERROR |= {"embed": 0.003}
 COUNTED = {"embed": 3 / 4}

@@ -13,6 +13,7 @@ OWN = {
     "classify.py": ("tokenizer, config, ", "optimizer = ", "results |= "),
     "dpo.py": ("results |= ",),
     "embed.py": ("with run.training(", "results |= "),
+    "reward.py": ("optimizer = ", "results |= "),
     "vision.py": ("tokenizer, config, ", "optimizer = ", "with run.training(", "results |= "),
 }
 # What moe.py says of its own in the shared parts: it balances the experts.

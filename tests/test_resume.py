@@ -70,6 +70,8 @@ RECIPES = {
     "dpo": [*TEXT, "--model_name_or_path", "MODEL", "--sequence_length", 64],
 }
 PAIRS = ["--sequence_length", 32, "--learn_temperature"]
+REWARD = ["--sequence_length", 64, "--center_rewards", 0.1]
+RECIPES["reward"] = [*TEXT, "--model_name_or_path", "MODEL", *REWARD]
 RECIPES["embed"] = [*TEXT, "--model_config", "tiny", *PAIRS]
 # A network of 2 attention heads; and what can share a sequence among processes, or its layers.
 TRANSFORMER = [*TEXT, "--architecture", "transformer", "--num_layers", 2, "--sequence_length", 255]
@@ -224,6 +226,7 @@ EQUAL = {
     "dpo-orpo": [*UNEVEN, "--model_name_or_path", "LLAMA", "--sequence_length", 64, "--loss", "orpo"],
     "lm-documents": [*UNEVEN, "--model_name_or_path", "LLAMA", "--sequence_length", 32, "--document_mask"],
     "embed": [*UNEVEN, "--model_name_or_path", "LLAMA", *PAIRS],
+    "reward": [*UNEVEN, "--model_name_or_path", "LLAMA", *REWARD],
     "moe": RECIPES["moe"],
     "moe-exact": [*RECIPES["moe"], "--balance", "exact"],
     "long_sequence": RECIPES["long_sequence"],
@@ -247,7 +250,12 @@ EQUAL = {
     "embed-lora": [*UNEVEN, "--model_name_or_path", "LLAMA", *PAIRS, "--lora_rank", 4],
     "seq2seq-lora": [*UNEVEN, *ADAPTERS["seq2seq-lora"][len(TEXT) :]],
 }
-FIGURES = {"validation_loss": 1e-5, "margin": 1e-4, "chrf": 1e-6}  # how far they may be off; these may not be at all:
+FIGURES = {
+    "validation_loss": 1e-5,
+    "margin": 1e-4,
+    "reward": 1e-4,
+    "chrf": 1e-6,
+}  # how far they may be off; these may not be at all:
 FIGURES |= dict.fromkeys(("accuracy", "macro_f1", "examples", "num_generated", "expert_shares", "recall_at_1"), 0)
 # Of a weight; of those of the others that were moved by Adam from small gradients, 2e-5.
 WEIGHTS = {"classify": 1e-5, "moe": 1e-5, "moe-exact": 1e-5}
@@ -279,7 +287,7 @@ def one_process(data, tmp_path_factory):
 @pytest.mark.parametrize("config", ["multi_cpu", "fsdp2", "zero3", "sequence_parallel", "tensor_parallel"])
 def test_every_recipe_makes_the_update_of_one_process(config, one_process, data, tmp_path):
     """Losses, norms, weights and held-out figures; in tests/test_modes.py lm.py does, under every config."""
-    some = {"sequence_parallel": {"moe", "moe-exact"}, "tensor_parallel": {"classify", "dpo", "embed"}}
+    some = {"sequence_parallel": {"moe", "moe-exact"}, "tensor_parallel": {"classify", "dpo", "embed", "reward"}}
     names = some[config] | {"long_sequence-transformer"} if config in some else EQUAL.keys()
     names -= QUANTIZED.keys() if config == "zero3" else set()
     run_equal(config, data, tmp_path, names)

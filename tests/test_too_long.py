@@ -13,6 +13,7 @@ from common.tasks.classify.labels import LabelledTexts, encode_labels, read_exam
 from common.tasks.dpo.preferences import tokenize_preferences
 from common.tasks.embed.pairs import Columns
 from common.tasks.embed.pairs import tokenize_pairs as tokenize_embedding_pairs
+from common.tasks.reward.pairs import tokenize_pairs as tokenize_reward_pairs
 from common.tasks.seq2seq.pairs import tokenize_pairs
 
 LENGTH = 32
@@ -63,6 +64,14 @@ KINDS = {
         {"prompt": "a", "chosen": "b", "rejected": "c" + LONG},
         {"prompt": LONG, "chosen": "b", "rejected": "c"},
         "; 1 answers truncated at 32; 1 left out, because all their targets are beyond 32 tokens",
+        *("; 2 of more than 32 tokens left out", r"line 2: rejected has \d+ tokens, more than --sequence_length 32; "),
+    ),
+    "rewards": (
+        lambda source, tokenizer, cache: tokenize_reward_pairs(source, tokenizer, LENGTH, cache),
+        {"prompt": "a", "chosen": "b", "rejected": "c"},
+        {"prompt": "a", "chosen": "b", "rejected": "c" + LONG},
+        {"prompt": LONG, "chosen": "b", "rejected": "c"},
+        "; 1 answers truncated at 32; 1 pairs left out, because they are equal within 32 tokens",
         *("; 2 of more than 32 tokens left out", r"line 2: rejected has \d+ tokens, more than --sequence_length 32; "),
     ),
     "sources": (

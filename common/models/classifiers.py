@@ -7,7 +7,7 @@ from typing import Any
 import numpy as np
 import torch
 from accelerate import Accelerator
-from transformers import PreTrainedConfig, PreTrainedModel
+from transformers import PreTrainedConfig, PreTrainedModel, PreTrainedTokenizerBase
 
 from common.errors import UserError, shorten
 from common.internals.transformers_uncommon import draw_weights
@@ -94,6 +94,12 @@ def find_inputs(model: PreTrainedModel) -> tuple[str, ...]:
     if "token_type_ids" in accepted and getattr(model.config, "type_vocab_size", 0) > 1:
         inputs.append("token_type_ids")
     return tuple(inputs)
+
+
+def set_pipeline_inputs(tokenizer: PreTrainedTokenizerBase, sequence_length: int, inputs: tuple[str, ...]) -> None:
+    """Configures the tokenizer, before it is saved, to make the same inputs in a pipeline as in training."""
+    tokenizer.model_max_length = sequence_length
+    tokenizer.model_input_names = tokenizer.init_kwargs["model_input_names"] = ["input_ids", *inputs]
 
 
 @torch.no_grad()

@@ -26,7 +26,7 @@ def measure(
     """Returns `mean_losses`, predictions (N,) and targets (N,) of all held-out samples, the same on all ranks.
 
     Each sample counts once. run: a `common.run.Run`.
-    predict: returns the summed loss and the predictions (N,) of a micro-batch.
+    predict: returns the summed loss and the predictions of a micro-batch, (N,), or (N, K) with K numbers per sample.
     """
     model.eval()
     for module in model.modules():
@@ -40,17 +40,17 @@ def measure(
             loss_sum, predicted = predict(model, micro_batch)
             loss_sums.append(loss_sum)
             targets = micro_batch["targets"]
-            answers.append(torch.stack([predicted.float(), targets.float(), torch.ones_like(targets).float()], 1))
+            columns = [*(predicted.unbind(1) if predicted.ndim > 1 else [predicted]), targets, torch.ones_like(targets)]
+            answers.append(torch.stack([column.float() for column in columns], 1))
         measured.append((batch.source, batch.num_targets, loss_sums))
     model.train()
     losses = mean_losses(run.accelerator, measured)
     rows = run.accelerator.gather(run.accelerator.pad_across_processes(torch.cat(answers)))
     # The ranks of a tensor group have the same predictions; keep those of one rank.
     rows = rows.unflatten(0, (run.accelerator.num_processes, -1))[:: current_grid().tensor].flatten(0, 1)
-    rows = rows[rows[:, 2] == 1].cpu()  # remove the padding of `pad_across_processes`
+    rows = rows[rows[:, -1] == 1].to(targets.dtype).cpu().numpy()  # remove the padding of `pad_across_processes`
     assert len(rows) == len(run.held_out.dataset.samples), "each held-out sample is to be counted once"
-    predictions, targets = rows[:, :2].to(targets.dtype).numpy().T
-    return losses, predictions, targets
+    return losses, rows[:, :-2] if rows.shape[1] > 3 else rows[:, 0], rows[:, -2]
 
 
 def draw_confusion(predictions: np.ndarray, targets: np.ndarray, names: Sequence[str], output_dir: Path) -> str:

@@ -284,12 +284,6 @@ def check_length(
     return []
 
 
-def set_pipeline_inputs(tokenizer: PreTrainedTokenizerBase, sequence_length: int, inputs: tuple[str, ...]) -> None:
-    """Configures the tokenizer, before it is saved, to make the same inputs in a pipeline as in training."""
-    tokenizer.model_max_length = sequence_length
-    tokenizer.model_input_names = tokenizer.init_kwargs["model_input_names"] = ["input_ids", *inputs]
-
-
 def collate_texts(
     samples: list[tuple],
     pad_token_id: int,

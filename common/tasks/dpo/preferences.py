@@ -8,7 +8,7 @@ at the first difference, because before it the log-probabilities are equal in bo
 """
 
 from collections import Counter
-from collections.abc import Collection, Iterator
+from collections.abc import Collection
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -17,28 +17,18 @@ import torch
 from transformers import PreTrainedTokenizerBase
 
 from common.data.cache import cached
-from common.data.chats import encode_chats, start_rendering
-from common.data.examples import encode_texts, mark_targets
-from common.data.limited_process import LimitedProcess
-from common.data.messages import TRAINING_KEYS, Message, history_of, messages_of, with_system
-from common.data.python_functions import derived_corpus, find_docstring
-from common.data.row_texts import batches
+from common.data.chats import start_rendering
+from common.data.examples import mark_targets
+from common.data.preference_rows import ANSWERS
+from common.data.preferences import columns_of, encode_pairs, open_preferences
 from common.data.sample_writing import corpus_facts
-from common.data.source_types import Corpus, Row, Source
-from common.data.sources import check_columns, open_source
+from common.data.source_types import Corpus, Source
 from common.data.token_store import TokenStore, TokenWriter, split_targets
-from common.data.tokenizer import Encoded, no_more_threads, tokenizer_identity
+from common.data.tokenizer import no_more_threads, tokenizer_identity
 from common.data.too_long import describe_losses, is_left_out
-from common.errors import UserError, reading
+from common.errors import UserError
 from common.tasks.dpo.losses import SIGMOID, Objective
-from common.tasks.dpo.rows import ANSWERS, CONTEXT, PROMPTS, check_row, find_missing_prompts
 from common.training.padding import round_up
-
-
-def columns_of(corpus: Corpus) -> tuple[str, ...]:
-    """Returns the columns of prompt and answers."""
-    check_columns(corpus, ANSWERS)
-    return tuple(name for name in ("prompt", *ANSWERS) if name in corpus.columns)
 
 
 def tokenize_preferences(
@@ -84,76 +74,6 @@ def tokenize_preferences(
     return Preferences(directory, length, reference, objective, is_held_out=is_held_out)
 
 
-def open_preferences(source: Source, tokenizer: PreTrainedTokenizerBase) -> Corpus:
-    """Opens the rows of a source, and sets the tokenizer's chat template. Raises UserError: the source is mixed."""
-    if source.parts:
-        raise UserError("files of preferences cannot be mixed by weights; remove the weights from --train_file")
-    tokenizer.chat_template = source.chat_template or tokenizer.chat_template
-    corpus = open_source(source)
-    return embedded_preferences(corpus, source.text_column) if source.embedded else corpus
-
-
-def embedded_preferences(corpus: Corpus, text_column: str) -> Corpus:
-    """Returns the embedded corpus as pairs: function bodies are chosen, their lines in reverse order are rejected."""
-
-    def values_of(function: str) -> tuple[str, str, str] | None:
-        prompt, body = split_body(function) or ("", "")
-        return (prompt, body, "\n".join(body.strip("\n").split("\n")[::-1]) + "\n") if prompt else None
-
-    return derived_corpus(corpus, text_column, ("prompt", *ANSWERS), values_of)
-
-
-def split_body(function: str) -> tuple[str, str] | None:
-    """Returns (a function's lines up to the end of its docstring, its body), or None if it has no docstring."""
-    if not (docstring := find_docstring(function)):
-        return None
-    lines, end = function.split("\n"), docstring[-1]
-    return "\n".join(lines[:end]) + "\n", "\n".join(lines[end:])
-
-
-def encode_answers(
-    batch: list[Row],
-    columns: tuple[str, ...],
-    answer: str,
-    tokenizer: PreTrainedTokenizerBase,
-    counts: Counter,
-    process: LimitedProcess,
-    is_whole: bool,
-) -> Iterator[Encoded]:
-    """Yields the encoded prompt and answer of each row; `answer` is a column name.
-
-    is_whole: the targets are the messages from the first that differs; otherwise all of the assistant's.
-    """
-    if not isinstance(batch[0].values.get(answer), list):
-        return encode_texts(batch, ("prompt", answer) if "prompt" in columns else (answer,), tokenizer, counts)
-    rows = []
-    for row in batch:
-        with reading(row.where):
-            chat = _chat_of(row, answer)
-            if is_whole:
-                both = zip(*(_chat_of(row, name) for name in ANSWERS), strict=False)
-                num_common = next((n for n, (a, b) in enumerate(both) if a != b), len(chat))
-                chat = [*map(as_context, chat[:num_common]), *chat[num_common:]]
-            rows.append(row._replace(values={answer: chat, "tools": row.values.get("tools")}))
-    return encode_chats(rows, tokenizer, counts, process, answer)
-
-
-def _chat_of(row: Row, answer: str) -> list[Message]:
-    """Returns the messages of prompt and answer, with those of the columns `CONTEXT`."""
-    messages = messages_of(row, answer)
-    # A text prompt is in the messages too (`rows.check_row`). Only some datasets repeat prompt messages there.
-    prompt = messages_of(row, "prompt") if isinstance(row.values.get("prompt"), list) else []
-    messages = messages if messages[: len(prompt)] == prompt else prompt + messages
-    first = messages[:1] if messages[0]["role"] in ("system", "developer") else []
-    return with_system(row, [*first, *history_of(row), *messages[len(first) :]])
-
-
-def as_context(message: Message) -> Message:
-    """Returns the message, marked as no target."""
-    marks = {"weight": 0} if message["role"] == "assistant" else {}
-    return {key: value for key, value in message.items() if key not in TRAINING_KEYS} | marks
-
-
 def _write(
     directory: Path,
     corpus: Corpus,
@@ -166,39 +86,35 @@ def _write(
     """Fills a store with rows of (chosen, rejected); the column `targets` has the number of targets of each."""
     counts = Counter(dict.fromkeys(("pairs", "truncated", "dropped", "empty", "max_length"), 0))
     with TokenWriter(directory, targets=[]) as writer, start_rendering() as process:
-        for batch in batches(corpus, columns + (CONTEXT if "prompt" in columns else CONTEXT + PROMPTS)):
-            for row in batch:
-                with reading(row.where):
-                    check_row(row, columns)
-                    corpus.unused.update(find_missing_prompts(row, columns))
-            both = [encode_answers(batch, columns, answer, tokenizer, counts, process, is_whole) for answer in ANSWERS]
-            has_prompt = "prompt" in columns or isinstance(batch[0].values[ANSWERS[0]], list)
-            for row, chosen, rejected in zip(batch, *both, strict=True):
-                if chosen[0][:1] != rejected[0][:1]:  # a first token cannot be a target
-                    eos = tokenizer.eos_token_id
-                    chosen, rejected = (([eos, *ids], [False, *mask]) for ids, mask, _ in (chosen, rejected))
-                lengths = [len(chosen[0]) - 1, len(rejected[0]) - 1]
-                longest = ANSWERS[lengths[1] > lengths[0]]
-                if max(lengths) > sequence_length and is_left_out(
-                    on_too_long, row.where, longest, max(lengths), "sequence_length", sequence_length
-                ):
-                    counts["too_long"] += 1
-                    continue
-                pair, num_cut, is_early = mask_common_start(chosen[:2], rejected[:2], sequence_length)
-                differs = any((stored >= 0).any() for stored in pair)
-                if is_whole and has_prompt:
-                    pair = [mark_targets(answer[0], answer[1], sequence_length) for answer in (chosen, rejected)]
-                counts["part early"] += is_early
-                num_targets = [int((stored >= 0).sum()) for stored in pair]
-                if not differs or (is_whole and not all(num_targets)):
-                    counts["dropped"] += 1
-                    whole = mask_common_start(chosen[:2], rejected[:2], max(lengths))[0] if num_cut else []
-                    counts["without_targets"] += any((stored >= 0).any() for stored in whole)
-                    continue
-                writer.append(*pair, targets=num_targets)
-                counts["pairs"] += 1
-                counts["truncated"] += num_cut
-                counts["max_length"] = max(counts["max_length"], *(len(stored) - 1 for stored in pair))
+        pairs = encode_pairs(corpus, columns, tokenizer, counts, process, is_whole)
+        for row, chosen, rejected in pairs:
+            has_prompt = "prompt" in columns or isinstance(row.values[ANSWERS[0]], list)
+            if chosen[0][:1] != rejected[0][:1]:  # a first token cannot be a target
+                eos = tokenizer.eos_token_id
+                both = (chosen, rejected)
+                chosen, rejected = (([eos, *ids], [False, *mask], text) for ids, mask, text in both)
+            lengths = [len(chosen[0]) - 1, len(rejected[0]) - 1]
+            longest = ANSWERS[lengths[1] > lengths[0]]
+            if max(lengths) > sequence_length and is_left_out(
+                on_too_long, row.where, longest, max(lengths), "sequence_length", sequence_length
+            ):
+                counts["too_long"] += 1
+                continue
+            pair, num_cut, is_early = mask_common_start(chosen[:2], rejected[:2], sequence_length)
+            differs = any((stored >= 0).any() for stored in pair)
+            if is_whole and has_prompt:
+                pair = [mark_targets(answer[0], answer[1], sequence_length) for answer in (chosen, rejected)]
+            counts["part early"] += is_early
+            num_targets = [int((stored >= 0).sum()) for stored in pair]
+            if not differs or (is_whole and not all(num_targets)):
+                counts["dropped"] += 1
+                whole = mask_common_start(chosen[:2], rejected[:2], max(lengths))[0] if num_cut else []
+                counts["without_targets"] += any((stored >= 0).any() for stored in whole)
+                continue
+            writer.append(*pair, targets=num_targets)
+            counts["pairs"] += 1
+            counts["truncated"] += num_cut
+            counts["max_length"] = max(counts["max_length"], *(len(stored) - 1 for stored in pair))
         losses = describe_losses(counts, sequence_length, "answers")
         if not counts["pairs"]:
             raise UserError(

@@ -6,6 +6,7 @@ from typing import Any
 import torch
 from transformers import PreTrainedTokenizerBase
 
+from common.data.preferences import columns_of
 from common.data.source_types import Source
 from common.data.sources import open_source
 from common.tasks.dpo import preferences
@@ -17,7 +18,7 @@ def find_columns(source: Source, loss: str) -> tuple[str, ...] | None:
     if source.embedded:
         return None
     if loss != "kto":
-        return preferences.columns_of(open_source(source))
+        return columns_of(open_source(source))
     from common.tasks.dpo import unpaired
 
     return unpaired.columns_of(open_source(source))

@@ -18,6 +18,8 @@ from common.data.cache import cached
 from common.data.chats import encode_chats, start_rendering
 from common.data.examples import encode_texts
 from common.data.messages import history_of, messages_of, with_system
+from common.data.preference_rows import ANSWERS, CONTEXT, check_row
+from common.data.preferences import as_context, encode_answers, open_preferences
 from common.data.row_texts import batches
 from common.data.sample_writing import corpus_facts
 from common.data.source_types import Corpus, Row, Source
@@ -26,8 +28,7 @@ from common.data.token_store import TokenStore, TokenWriter
 from common.data.tokenizer import Encoded, no_more_threads, tokenizer_identity
 from common.errors import UserError, reading
 from common.tasks.dpo.losses import Objective
-from common.tasks.dpo.preferences import as_context, encode_answers, open_preferences, pad_rows, view_of
-from common.tasks.dpo.rows import ANSWERS, CONTEXT, check_row
+from common.tasks.dpo.preferences import pad_rows, view_of
 
 COMPLETIONS = ("completion", "response", "answer")  # names of the answer's column; the first present is used
 LABELS = {"true": 1, "false": 0, "1": 1, "0": 0}  # texts in files without other types, such as .csv
