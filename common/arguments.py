@@ -28,6 +28,10 @@ if TYPE_CHECKING:
     from common.data.source_types import Source
 
 
+ABOUT_METRIC = "modules of the package evaluate, for the end: .py files, directories, hub names; or f1:average=macro"
+METRIC = {"nargs": "+", "default": [], "metavar": "NAME_OR_PATH", "help": ABOUT_METRIC}  # argparse keywords
+
+
 class ArgumentParser(argparse.ArgumentParser):
     """Parser that reports a user error in one line, suggests the nearest flag, and rejects abbreviations."""
 
@@ -204,11 +208,13 @@ def add_language_arguments(
     chats: bool = False,
     longest: str | None = None,
     adapters: bool = False,
+    answers: bool = False,
 ) -> None:
     """Adds the flags of the recipes that read text.
 
     one_text: a row has one text, in `--text_column`. examples: a row may have a prompt and a completion instead.
     chats: a row may have messages. adapters: the recipe can train an adapter of a pretrained model.
+    answers: the recipe can answer held-out prompts.
     longest: description of the default of --sequence_length, if the recipe chooses it.
     """
     add = parser.add_group("data (default: the source code of Python's standard library)")
@@ -239,6 +245,10 @@ def add_language_arguments(
         add("--on_too_long", "for longer rows (default: truncate)", choices=("truncate", "drop", "error"))
     about = "maximum tokens per sample" + (f" (default: {longest})" if longest else "")
     add("--sequence_length", about, type=positive, default=None if longest else 256)
+    if answers:
+        about = "answer N held-out prompts before and after training, in OUTPUT_DIR/samples.md"
+        add("--generate", about, type=positive, metavar="N")
+        add("--metric", **METRIC)
     add_model_arguments(parser)
     if adapters:
         _add_adapter(parser)

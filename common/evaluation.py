@@ -31,6 +31,7 @@ class Evaluations:
         self.signal_handling = ExitStack()
         self.metrics: Any = None  # those of --metric, set by `report.metric_flag`
         self.lines: list[str] = []  # lines to print about them
+        self.answers: Any = None  # those of --generate: `report.answers.Answers`
 
     @contextmanager
     def accept_requests(self) -> Iterator[StopRequests]:
@@ -73,6 +74,12 @@ class Evaluations:
         """Returns the metrics of an evaluation; its duration is not counted as training time."""
         with pause(self.run.state.training, EVALUATION):
             return evaluate(self.run, model)
+
+    def answer_prompts(self, model: torch.nn.Module, when: str) -> None:
+        """Answers the prompts of --generate, if any, "before" or "after" training."""
+        if self.answers is not None and not self.run.args.dry_run:
+            with pause(self.run.state.training, EVALUATION):
+                self.answers.answer(model, when)
 
     def repeat(self, evaluate: Evaluate, model: torch.nn.Module) -> None:
         """Repeats the evaluation that a request to stop interrupted, if any, when a run is resumed."""

@@ -156,7 +156,7 @@ FLAGS: dict[str, tuple[str, str]] = {
     "log_level": ("TS", "remove it; the level is fixed"),
     "torch_compile_backend": ("TS", "--compile"),
     "torch_compile_mode": ("TS", "--compile"),
-    "predict_with_generate": ("", "--generate N, the number of held-out samples to answer"),
+    "predict_with_generate": ("", "--generate N, the number of held-out prompts to answer"),
     "generation_max_length": ("", "--target_length {N}"),
     "num_beams": ("", "remove it; answers are generated greedily"),
     "source_prefix": ("", "remove it, and add it to each source in your data"),
@@ -204,7 +204,8 @@ ELSEWHERE = {
     "head_learning_rate": "classify.py, reward.py and vision.py",
     "loss": "dpo.py and embed.py",
     "new_head": "classify.py and reward.py",
-    "metric": "classify.py, seq2seq.py and vision.py",
+    "metric": "classify.py, dpo.py, lm.py, seq2seq.py and vision.py",
+    "generate": "dpo.py, lm.py and seq2seq.py",
 }
 ELSEWHERE |= dict.fromkeys("completion_column document_mask no-document_mask prompt_column shape".split(), CAUSAL)
 ELSEWHERE |= dict.fromkeys(
@@ -219,7 +220,7 @@ OWN = {
     "moe.py": "balance balance_strength dense experts_per_token num_experts upcycle",
     "pipeline.py": "schedule",
     "reward.py": "center_rewards",
-    "seq2seq.py": "generate source_column target_column target_length tokenizer",
+    "seq2seq.py": "source_column target_column target_length tokenizer",
     "vision.py": "augment image_size norm train_dir validation_dir",
 }
 ELSEWHERE |= {flag: recipe for recipe, flags in OWN.items() for flag in flags.split()}

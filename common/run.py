@@ -88,7 +88,7 @@ class Run:
         assert not (unknown := set(own_flags) - vars(self.args).keys()), f"run.begin: no flags: {sorted(unknown)}"
         argument_checks.check_samples(self.args, self.traits, train_set, held_out, self.launch_config.grid)
         self.meta_model = cache(partial(adapters.build_meta_base, self.args, config, model_class))
-        _check_model(self, config, model_class)
+        _check_model(self, config, model_class, tokenizer, held_out)
         identity = identify(self.args, self.accelerator, config, tokenizer, train_set, held_out, *own_flags)
         self.resumed, self.state = self.checkpoints.find(identity, self.traits.size_flags), TrainingState()
         if self.resumed is not None:
@@ -251,13 +251,17 @@ class Run:
         shutdown.end_run(self.accelerator, NOTHING_TRAINED if tracking.describe_failure(self.results) else 0)
 
 
-def _check_model(run: Run, config: Any, model_class: Any) -> None:
-    """Raises UserError: the launch or --document_mask does not support the model; turns on the mask."""
+def _check_model(run: Run, config: Any, model_class: Any, tokenizer: Any, held_out: Samples | None) -> None:
+    """Raises UserError: the launch, --document_mask or --generate does not support model or data; sets both up."""
     raise_errors(launch_checks.check_model(run.launch_config, config, model_class, run.meta_model))
     if run.args.shared("document_mask") or run.args.shared("shape") == "packed":
         from common.models.document_masks import mask_documents
 
         mask_documents(run.meta_model(), run.launch_config.grid)
+    if run.args.shared("generate") or run.args.shared("metric"):
+        from common.report import answers
+
+        run.evaluations.answers = answers.start_answers(run, tokenizer, held_out)
 
 
 def _batches(run: Run) -> Generator[GlobalBatch, None, None]:

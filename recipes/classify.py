@@ -25,7 +25,7 @@ from transformers import AutoModelForSequenceClassification
 from common.models.adapters import base_options, with_adapter
 from common.models.classifiers import HEAD_RATE_HELP, build_classifier, check_padding, find_inputs, set_pipeline_inputs
 from common.parallel.shutdown import exit_on_user_error
-from common.report.metric_flag import METRIC, compute_metrics, load_metrics
+from common.report.metric_flag import compute_metrics, load_metrics
 from common.report.predictions import draw_confusion, measure
 from common.run import Run
 from common.tasks.classify import scores, text_baseline, text_classifier
@@ -54,7 +54,7 @@ def parse_arguments():
     group.add_argument("--task", choices=("classification", "regression"), help="kind of target (default: by labels)")
     group.add_argument("--new_head", action="store_true", help="replace the pretrained head, for different labels")
     group.add_argument("--head_learning_rate", type=arguments.positive_float, metavar="X", help=HEAD_RATE_HELP)
-    group.add_argument("--metric", **METRIC)
+    group.add_argument("--metric", **arguments.METRIC)
     args = parser.parse_args()
     arguments.choose_model(parser, args, MODEL_CONFIGS, fine_tuning_rate=text_classifier.fine_tuning_rate)
     return args

@@ -50,7 +50,7 @@ MODEL_CONFIGS = {
 
 def parse_arguments():
     parser = arguments.recipe_parser(__doc__)
-    arguments.add_language_arguments(parser, one_text=False, chats=True, adapters=True)
+    arguments.add_language_arguments(parser, one_text=False, chats=True, adapters=True, answers=True)
     parser.set_defaults(global_batch_size=8, num_updates=200, weight_decay=0.0)
     group = parser.add_argument_group("preferences (--sequence_length limits the tokens of a prompt with one answer)")
     group.add_argument("--model_config", **arguments.one_of(MODEL_CONFIGS, "model from scratch (default: tiny)"))
@@ -133,11 +133,13 @@ def main():
     model, optimizer = run.prepare(model, optimizer, collate, train_set, held_out, loss=loss_description)
     add_reference(run, model)
     with run.training(config, tokenizer) as batches:
+        run.evaluations.answer_prompts(model, "before")
         train(args, run, model, optimizer, batches)
     results = run.end_training()
     run.write_model("AutoModelForCausalLM", tokenizer)
     with run.optional_steps():
         results |= evaluate(run, model) if held_out else {}
+        run.evaluations.answer_prompts(model, "after")
     run.finish(results, *losses.describe_metrics(args.loss, results))
 
 

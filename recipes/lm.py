@@ -50,7 +50,7 @@ MODEL_CONFIGS = {
 
 def parse_arguments():
     parser = arguments.recipe_parser(__doc__)
-    arguments.add_language_arguments(parser, examples=True, adapters=True)
+    arguments.add_language_arguments(parser, examples=True, adapters=True, answers=True)
     group = parser.add_argument_group("language model")
     group.add_argument("--model_config", **arguments.one_of(MODEL_CONFIGS, "model from scratch (default: tiny)"))
     args = parser.parse_args()
@@ -130,11 +130,13 @@ def main():
     describe_use(model, config, tokenizer, train_set.end_tokens)
     model, optimizer = run.prepare(model, optimizer, collate, train_set, held_out, loss=loss_description)
     with run.training(config, tokenizer) as batches:
+        run.evaluations.answer_prompts(model, "before")
         train(args, run, model, optimizer, batches)
     results, lines = run.end_training(), []
     written = run.write_model("AutoModelForCausalLM", tokenizer)
     with run.optional_steps():
         results |= describe_held_out(evaluate(run, model), held_out) if held_out else {}
+        run.evaluations.answer_prompts(model, "after")
         if written and not run.is_sharded:
             results["sample"] = write_sample(written, tokenizer, held_out or train_set)
             lines = [f"\nthe model writes:\n{results['sample']}\n"]

@@ -25,7 +25,7 @@ from transformers import AutoModelForSeq2SeqLM
 from common.models.adapters import build_base
 from common.models.load import describe_use
 from common.parallel.shutdown import exit_on_user_error
-from common.report.metric_flag import METRIC, compute_metrics, load_metrics
+from common.report.metric_flag import compute_metrics, load_metrics
 from common.report.tracking import describe_held_out
 from common.run import Run
 from common.tasks.seq2seq import encoder_decoder, scores
@@ -56,7 +56,7 @@ def parse_arguments():
     group.add_argument("--target_length", type=arguments.positive, default=64, help="maximum tokens per target")
     about = "number of held-out targets to generate and score at the end; 0: none"
     group.add_argument("--generate", type=arguments.not_negative, default=200, metavar="N", help=about)
-    group.add_argument("--metric", **METRIC)
+    group.add_argument("--metric", **arguments.METRIC)
     args = parser.parse_args()
     arguments.choose_model(parser, args, MODEL_CONFIGS, fine_tuning_rate=3e-4)
     return args

@@ -23,7 +23,7 @@ from transformers import AutoModelForImageClassification
 
 from common.models.classifiers import HEAD_RATE_HELP, describe_new_weights
 from common.parallel.shutdown import exit_on_user_error
-from common.report.metric_flag import METRIC, compute_metrics, load_metrics
+from common.report.metric_flag import compute_metrics, load_metrics
 from common.report.predictions import draw_confusion, measure
 from common.run import Run
 from common.tasks.vision import batch_norm, image_classifier, image_files, images
@@ -55,7 +55,7 @@ def parse_arguments():
     group.add_argument("--model_config", **arguments.one_of(MODEL_CONFIGS, "model from scratch (default: convnet)"))
     group.add_argument("--norm", **arguments.one_of(batch_norm.NORMS))
     group.add_argument("--head_learning_rate", type=arguments.positive_float, metavar="X", help=HEAD_RATE_HELP)
-    group.add_argument("--metric", **METRIC)
+    group.add_argument("--metric", **arguments.METRIC)
     args = parser.parse_args()
     arguments.choose_model(parser, args, MODEL_CONFIGS, fine_tuning_rate=5e-5)
     return args

@@ -31,8 +31,9 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 from common.data.chats import CHATML
 from common.data.preferences import split_body
 from common.errors import UserError
+from common.tasks.dpo.answers import mask_common_start
 from common.tasks.dpo.losses import Options, sum_answers
-from common.tasks.dpo.preferences import Pair, collate_preferences, mask_common_start, tokenize_preferences
+from common.tasks.dpo.preferences import Pair, collate_preferences, tokenize_preferences
 from common.tasks.dpo.reference import of_answers
 from common.training.linear_cross_entropy import linear_cross_entropy
 from common.training.losses import sum_token_losses

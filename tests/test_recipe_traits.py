@@ -22,13 +22,13 @@ SMALL = ("--model_config", "tiny", "--sequence_length", 32, "--num_updates", 2, 
 
 @pytest.fixture(scope="module")
 def copies(tmp_path_factory):
-    """Copies of recipes next to a copy of common/: without an adapter's flags, so that --quantize is the copy's own."""
+    """Copies of recipes next to a copy of common/, in which --quantize and --generate are the copy's own flags."""
     directory = tmp_path_factory.mktemp("copies")
     shutil.copytree(ROOT / "common", directory / "common", ignore=shutil.ignore_patterns("__pycache__"))
     text = (ROOT / "recipes/lm.py").read_text()
-    assert text.count(PARSED) == text.count(", adapters=True") == 1
+    assert text.count(PARSED) == text.count(shared := ", adapters=True, answers=True") == 1
     (directory / "plain.py").write_text(text)
-    (directory / "flags.py").write_text(text.replace(", adapters=True", "").replace(PARSED, ADDED + PARSED))
+    (directory / "flags.py").write_text(text.replace(shared, "").replace(PARSED, ADDED + PARSED))
     text = (ROOT / "recipes/pipeline.py").read_text()
     assert text.count('"--schedule"') == text.count("args.schedule") == 1
     (directory / "staged.py").write_text(

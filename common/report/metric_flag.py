@@ -1,9 +1,6 @@
-"""The flag --metric, for recipes whose predictions can be compared with held-out targets."""
+"""Results of --metric, for recipes whose predictions can be compared with held-out targets."""
 
 from typing import Any
-
-ABOUT = "modules of the package evaluate, for the end: .py files, directories, hub names; or f1:average=macro"
-METRIC = {"nargs": "+", "default": [], "metavar": "NAME_OR_PATH", "help": ABOUT}  # argparse keywords
 
 
 def load_metrics(run: Any, held_out: Any, kind: type, num_labels: int = 0) -> None:

@@ -59,8 +59,8 @@ def write_model_card(directory: Path, run: dict[str, Any], model_class: str) -> 
 
         model = describe_adapter(directory)
     else:
-        model = _code(json.loads((directory / "config.json").read_text())["architectures"][0])
-    origin = f"fine-tuned from {_code(base)}" if base else "trained from scratch"
+        model = as_code(json.loads((directory / "config.json").read_text())["architectures"][0])
+    origin = f"fine-tuned from {as_code(base)}" if base else "trained from scratch"
     length = f"{results['updates']:,} updates"
     if (best := results.get("best")) and best["is_model"]:
         update = int(best["checkpoint"].rpartition("-")[2])
@@ -90,7 +90,7 @@ def write_model_card(directory: Path, run: dict[str, Any], model_class: str) -> 
 def _metrics(run: dict[str, Any]) -> Iterator[tuple[str, str]]:
     """Yields name and value of each metric, including the loss of each separately evaluated held-out source."""
     sources = [entry["source"] for entry in run.get("held_out_sources") or []]
-    names = METRICS | {f"validation_loss/{source}": f"held-out loss of {_code(source)}" for source in sources}
+    names = METRICS | {f"validation_loss/{source}": f"held-out loss of {as_code(source)}" for source in sources}
     for key, name in names.items():
         value = run["results"].get(key)
         if value or (value is not None and key not in HIDDEN_IF_0):
@@ -115,10 +115,10 @@ def _settings(run: dict[str, Any]) -> Iterator[str]:
         if key not in hidden and value not in (None, []) and value is not False  # 0 is a value
     }
     given = {word.partition("=")[0] for command in run["commands"] for word in command}
-    if requested := {_code(flag): _code(words) for flag, words in settings.items() if flag in given}:
+    if requested := {as_code(flag): as_code(words) for flag, words in settings.items() if flag in given}:
         yield _table(requested)
     defaults = [f"{flag} {words}" for flag, words in settings.items() if flag not in given]
-    yield f"Defaults: {', '.join(map(_code, defaults))}."
+    yield f"Defaults: {', '.join(map(as_code, defaults))}."
 
 
 def _commands(run: dict[str, Any]) -> Iterator[str]:
@@ -145,7 +145,7 @@ def _text(text: str) -> str:
     return re.sub(r"[\\`*\[\]<>|~$&]", r"\\\g<0>", on_one_line(text))
 
 
-def _code(text: str) -> str:
+def as_code(text: str) -> str:
     """Returns a text as inline code; it may contain backticks, and be a cell of a table."""
     marks = "`" * (1 + max(map(len, re.findall("`+", text)), default=0))
     space = " " * (len(marks) > 1)

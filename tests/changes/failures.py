@@ -20,7 +20,7 @@ from common.data import text
 from common.models import decisions, model_setup, parallel_setup
 from common.parallel import failures, rank_connection, rank_store, rank_watch, shutdown
 from common.process import this_process
-from common.report import model_card, records, settings, trackers
+from common.report import answers, model_card, records, settings, trackers
 from common.report.progress import Progress
 from common.training import accumulation, optimizers, stop_votes
 
@@ -62,6 +62,20 @@ def signal_in_evaluation(when):
             os.kill(os.getpid(), getattr(signal, name))
 
     before(run, "send_to_device", send)
+    change(stop_votes.StopVotes, "SECONDS", 0.0)
+
+
+def signal_in_answers(when):
+    """[number, rank, signal]: sent before the answer to a prompt of --generate, counted from 1."""
+    number, rank, name = when
+    counts = {}
+
+    def send(*_, **__):
+        counts[rank] = counts.get(rank, 0) + 1
+        if (counts[rank], RANK) == (number, rank):
+            os.kill(os.getpid(), getattr(signal, name))
+
+    before(answers.Answers, "_answer", send)
     change(stop_votes.StopVotes, "SECONDS", 0.0)
 
 

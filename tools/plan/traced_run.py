@@ -189,6 +189,9 @@ class TracedRun:
     def evaluations(self) -> "TracedRun":
         return self
 
+    def answer_prompts(self, *_: Any) -> None:
+        """Does nothing, because fake tensors have no values; a micro-batch needs more memory than an answer."""
+
     def repeat(self, *_: Any) -> None:
         """Does nothing, because a traced run is never resumed."""
 

@@ -27,6 +27,7 @@ from common.data.token_store import TokenStore, TokenWriter, split_targets
 from common.data.tokenizer import no_more_threads, tokenizer_identity
 from common.data.too_long import describe_losses, is_left_out
 from common.errors import UserError
+from common.tasks.dpo.answers import find_answer, mask_common_start
 from common.tasks.dpo.losses import SIGMOID, Objective
 from common.training.padding import round_up
 
@@ -66,6 +67,7 @@ def tokenize_preferences(
             length,
             *["whole"] * is_whole,
             source.on_too_long,
+            "answers",
         ],
         lambda partial: _write(partial, corpus, columns, tokenizer, length, is_whole, source.on_too_long),
         cache_dir,
@@ -83,8 +85,12 @@ def _write(
     is_whole: bool,
     on_too_long: str | None,
 ) -> None:
-    """Fills a store with rows of (chosen, rejected); the column `targets` has the number of targets of each."""
+    """Fills a store with rows of (chosen, rejected); the column `targets` has the number of targets of each.
+
+    The column `answers` has the results of `find_answer`. It is not in the store's digest, which identifies a run.
+    """
     counts = Counter(dict.fromkeys(("pairs", "truncated", "dropped", "empty", "max_length"), 0))
+    answers: list[tuple[int, int]] = []
     with TokenWriter(directory, targets=[]) as writer, start_rendering() as process:
         pairs = encode_pairs(corpus, columns, tokenizer, counts, process, is_whole)
         for row, chosen, rejected in pairs:
@@ -112,6 +118,7 @@ def _write(
                 counts["without_targets"] += any((stored >= 0).any() for stored in whole)
                 continue
             writer.append(*pair, targets=num_targets)
+            answers.append(find_answer(chosen[:2], rejected[0], has_prompt))
             counts["pairs"] += 1
             counts["truncated"] += num_cut
             counts["max_length"] = max(counts["max_length"], *(len(stored) - 1 for stored in pair))
@@ -124,22 +131,7 @@ def _write(
         early = f"{counts['part early']:,} pairs differ before their answers: those tokens are not compared"
         early *= bool(counts["part early"])
         writer.finish(counts, **corpus_facts(corpus, columns, counts, tokenizer, early), losses=losses)
-
-
-def mask_common_start(
-    chosen: tuple[list[int], list[bool]], rejected: tuple[list[int], list[bool]], sequence_length: int
-) -> tuple[list[np.ndarray], int, bool]:
-    """Returns both sequences as stored, int32, with targets starting at the first difference.
-
-    It also returns the number of truncated sequences, and whether the first differing tokens are not targets.
-    """
-    shorter = min(len(chosen[0]), len(rejected[0]))
-    differs = np.array(chosen[0][:shorter]) != np.array(rejected[0][:shorter])
-    same = int(differs.argmax()) if differs.any() else shorter
-    is_early = same < shorter and not (chosen[1][same] and rejected[1][same])
-    masked = [(ids, [False] * same + is_target[same:]) for ids, is_target in (chosen, rejected)]
-    num_cut = sum(len(ids) > sequence_length + 1 for ids, _ in masked)
-    return [mark_targets(*answer, sequence_length) for answer in masked], num_cut, is_early
+    np.array(answers, np.int64).tofile(directory / "answers.bin")
 
 
 class Pair(NamedTuple):
@@ -214,6 +206,17 @@ class Preferences(TokenStore):
         answers = tuple(map(np.array, self.row(index).values()))
         reference = np.zeros(2, np.float32) if self._reference is None else np.array(self._reference[index])
         return Pair(answers, int(index), reference, self.nll_scale)
+
+    @property
+    def num_prompts(self) -> int:
+        return len(self)
+
+    def prompt(self, index: int) -> tuple[list[int], list[int]]:
+        """Returns the token ids of a prompt, and of its chosen answer as far as it is stored."""
+        start, end = self.column("answers")[2 * index : 2 * index + 2].tolist()
+        stored = self.row(index)["chosen"]
+        ids = np.where(stored < 0, ~stored, stored)
+        return ids[:start].tolist(), ids[start:end].tolist()
 
     def dummy_sample(self) -> Pair:
         """Returns a sample of one token, which belongs to no pair."""

@@ -213,6 +213,16 @@ class Unpaired(TokenStore):
         reference = np.zeros(2, np.float32) if self._reference is None else np.array(self._reference[number])
         return Labelled(answers, number, reference, int(self._labels[own]))
 
+    @property
+    def num_prompts(self) -> int:
+        return int(self._labels.sum()) or len(self)
+
+    def prompt(self, index: int) -> tuple[list[int], list[int] | None]:
+        """Returns the token ids of a prompt, and of its desirable answer; only if there is none, of no answer."""
+        row = self.row(np.flatnonzero(self._labels)[index] if self._labels.any() else index)
+        prompt, answer = (np.where(stored < 0, ~stored, stored).tolist() for stored in row.values())
+        return prompt, answer[: self.sequence_length + 1 - len(prompt)] if self._labels.any() else None
+
     def dummy_sample(self) -> Labelled:
         """Returns a sample of one token, which belongs to no row."""
         sample = self[0]
