@@ -2,7 +2,6 @@
 
 import copy
 import json
-from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -96,30 +95,6 @@ def test_loss_and_gradients_are_the_formulas(model_dir):
         assert abs(reward.predict(model, changed)[0] - loss) > 1e-3
     nothing, rewards = reward.predict(model, collate_pairs([dummy], pad, ("attention_mask",), CENTER))
     assert nothing == 0 and rewards.shape == (0, 2) and nothing.requires_grad
-
-
-def test_loss_is_that_of_trl():
-    """Of TRL's RewardTrainer, with the same logits; skipped without trl."""
-    trainer = pytest.importorskip("trl").RewardTrainer
-    rewards, margins = torch.randn(5, 2, dtype=torch.float64), torch.rand(5, dtype=torch.float64)
-
-    class Logits(torch.nn.Module):
-        def forward(self, **_):
-            return SimpleNamespace(logits=rewards.T.reshape(-1, 1))
-
-    own = SimpleNamespace(_tp_size=1, _total_train_tokens=0, accelerator=SimpleNamespace(gather=lambda x: x))
-    own.model = SimpleNamespace(training=False)
-    own.accelerator.gather_for_metrics = own.accelerator.gather
-    for center in (None, 0.1):
-        own.args = SimpleNamespace(center_rewards_coefficient=center)
-        own._metrics = {"eval": {key: [] for key in "min_reward mean_reward max_reward accuracy margin".split()}}
-        inputs = {"margin": margins, "attention_mask": torch.ones(10, 1)}
-        expected = trainer.compute_loss(own, Logits().eval(), inputs)
-        found = reward_model.sum_pairs(rewards, margins, torch.tensor(center or 0.0, dtype=torch.float64)) / 5
-        torch.testing.assert_close(found, expected, rtol=1e-12, atol=0)
-        measured = {"margin": "margin", "reward": "mean_reward", "accuracy": "accuracy"}
-        for key, value in reward_model.summarize(rewards.numpy()).items():
-            assert own._metrics["eval"][measured[key]] == [pytest.approx(value, rel=1e-6)]
 
 
 def test_equal_rewards_are_no_hit():
@@ -269,6 +244,9 @@ def test_what_does_not_go_together_is_refused(files, model_dir, tmp_path):
     out = ["--output_dir", tmp_path / "out"]
     result = run_recipe_alone("reward.py", "--train_file", files[0], "--model_name_or_path", tmp_path, *out)
     assert_mistake(result, "its head has 3 labels, but a reward is one number; pass --new_head to replace the head")
+    (tmp_path / "config.json").write_text(json.dumps(config | {"model_type": "t5", "is_encoder_decoder": True}))
+    result = run_recipe_alone("reward.py", "--train_file", files[0], "--model_name_or_path", tmp_path, *out)
+    assert_mistake(result, "t5 is an encoder-decoder; use a causal model")
     result = run_recipe_alone("reward.py", "--train_file", files[0], "--new_head", *out)
     assert_mistake(result, "--new_head has no effect without --model_name_or_path")
     result = run_recipe_alone("reward.py", *flags(files, model_dir), "--new_head", *out)

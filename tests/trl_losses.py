@@ -2,8 +2,8 @@
 
     python tests/trl_losses.py SPEC.json
 
-SPEC.json: {"model": PATH, "settings": of TRL's configs, "runs": {NAME: [KIND, settings, file with rows in order]}}. The
-losses of each run are printed as a line of JSON.
+SPEC.json: {"model": PATH, "reward_model": PATH, "settings": of TRL's configs, "runs": {NAME: [KIND, settings, file with
+rows in order]}}. The losses of each run are printed as a line of JSON.
 """
 
 import json
@@ -11,8 +11,8 @@ import sys
 
 import torch
 from datasets import Dataset
-from transformers import AutoModelForCausalLM, AutoTokenizer
-from trl import DPOConfig, DPOTrainer, KTOConfig, KTOTrainer
+from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification, AutoTokenizer
+from trl import DPOConfig, DPOTrainer, KTOConfig, KTOTrainer, RewardConfig, RewardTrainer
 from trl.experimental.cpo import CPOConfig, CPOTrainer
 from trl.experimental.orpo import ORPOConfig, ORPOTrainer
 
@@ -21,6 +21,7 @@ CLASSES = {
     "kto": (KTOTrainer, KTOConfig),
     "orpo": (ORPOTrainer, ORPOConfig),
     "cpo": (CPOTrainer, CPOConfig),
+    "reward": (RewardTrainer, RewardConfig),
 }
 
 
@@ -29,7 +30,10 @@ def main():
     tokenizer = AutoTokenizer.from_pretrained(spec["model"])
     for name, (kind, own, path) in spec["runs"].items():
         trainer_class, config_class = CLASSES[kind]
-        model = AutoModelForCausalLM.from_pretrained(spec["model"], dtype=torch.float32)
+        if kind == "reward":
+            model = AutoModelForSequenceClassification.from_pretrained(spec["reward_model"], dtype=torch.float32)
+        else:
+            model = AutoModelForCausalLM.from_pretrained(spec["model"], dtype=torch.float32)
         rows = Dataset.from_list([json.loads(line) for line in open(path)])
         settings = config_class(**spec["settings"] | own)
         trainer = trainer_class(model=model, args=settings, train_dataset=rows, processing_class=tokenizer)

@@ -35,12 +35,16 @@ def choose_model(
         sizes: models from scratch by name: the fields of `SHAPE`, vocabulary, ...
         source: the training pairs, on which a new tokenizer is trained.
 
-    Raises UserError: the head of the model has several labels, or the pairs do not fit the model.
+    Raises UserError: the head of the model has several labels, it is an encoder-decoder, or the pairs do not fit it.
     """
     path = args.model_name_or_path
     if path:
         config = load_config(path, args.trust_remote_code, AutoModelForSequenceClassification)
         tokenizer = load_tokenizer(path, args.trust_remote_code)
+        if getattr(config, "is_encoder_decoder", False):
+            raise UserError(
+                f"--model_name_or_path {path}: {config.model_type} is an encoder-decoder; use a causal model"
+            )
         has_head = any(name.endswith(HEAD) for name in config.architectures or ())
         if args.new_head and not has_head:
             raise UserError("--new_head has no effect on a model without a head for labels; remove it")
