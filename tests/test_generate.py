@@ -23,7 +23,7 @@ from common.data.mixed import Mixed
 from common.data.prompts import choose_prompts
 from common.data.text import tokenize
 from common.errors import UserError
-from common.report.answers import _markdown, start_answers
+from common.report.answers import _markdown, _read, start_answers
 from common.tasks.dpo.losses import Objective
 from common.tasks.dpo.preferences import tokenize_preferences
 from common.tasks.dpo.unpaired import tokenize_unpaired
@@ -115,6 +115,13 @@ def test_a_reader_sees_any_text_as_it_is():
     assert text.count("(empty)") == 2 and text.count("(not generated, ") == 1
     assert "| `` m\\|`n/share `` | 0.5000 | 1.0000 |" in text
     assert "| not measured | `[1]` |" in text
+
+
+@pytest.mark.parametrize("text", ["", "[", "[1]", '{"id": 1}', '[{"id": "a"}]', "[" * 100_000, "\udcff", None])
+def test_a_damaged_file_has_no_answers(text, tmp_path):
+    if text is not None:
+        (tmp_path / "samples.json").write_bytes(text.encode(errors="surrogateescape"))
+    assert _read(tmp_path) == {}
 
 
 # --- runs

@@ -118,11 +118,8 @@ class Answers:
         return self._decode(tokens[0, len(ids) :].tolist())
 
     def _decode(self, ids: list[int]) -> str:
-        """Returns the text of an answer up to its first end token, without special tokens."""
-        ends = getattr(without_wrapper(self.run.model).generation_config, "eos_token_id", None)
-        ends = ends if isinstance(ends, list) else [ends]
-        end = next((position for position, token in enumerate(ids) if token in ends), len(ids))
-        return str(self.tokenizer.decode(ids[:end], skip_special_tokens=True)).strip()
+        """Returns the text of an answer, without special tokens."""
+        return str(self.tokenizer.decode(ids, skip_special_tokens=True)).strip()
 
     def _references(self) -> list[str | None]:
         return [None if prompt.reference is None else self._decode(prompt.reference) for prompt in self.prompts]
@@ -157,7 +154,7 @@ class Answers:
 
 def _read(output_dir: Path) -> dict[str, str]:
     """Returns the stored answers before training, by id; {} if there is no valid file."""
-    with suppress(OSError, ValueError, KeyError, TypeError):
+    with suppress(OSError, ValueError, KeyError, TypeError, RecursionError):
         rows = json.loads((output_dir / "samples.json").read_text())
         return {str(row["id"]): row["before"] for row in rows if isinstance(row["before"], str)}
     return {}
