@@ -21,7 +21,7 @@ from conftest import (
     stdlib_functions,
     write_jsonl,
 )
-from transformers import AutoModelForSequenceClassification, AutoTokenizer, pipeline
+from transformers import AutoConfig, AutoModelForSequenceClassification, AutoTokenizer, pipeline
 
 from common.data.chats import CHATML
 from common.errors import UserError
@@ -191,9 +191,9 @@ def test_every_split_makes_the_same_update(files, model_dir, tmp_path):
     assert any(b"score" in one.read_bytes()[:5000] for one in heads)  # the names of the weights come first
 
 
-def held_out_metrics(directory, path):
+def held_out_metrics(directory, path, **options):
     """Of the saved model, with transformers alone: each sequence by itself."""
-    model = AutoModelForSequenceClassification.from_pretrained(directory, dtype=torch.float32)
+    model = AutoModelForSequenceClassification.from_pretrained(directory, dtype=torch.float32, **options)
     tokenizer, terms, scores = AutoTokenizer.from_pretrained(directory), [], []
     for row in map(json.loads, path.read_text().splitlines()):
         prompt, pair = tokenizer(row["prompt"])["input_ids"], []
@@ -208,29 +208,29 @@ def held_out_metrics(directory, path):
 
 
 def test_the_saved_model_has_the_measured_rewards(files, model_dir, tmp_path):
-    """By transformers alone. Its head is kept when it is trained further, and replaced with --new_head."""
-    runs, more = [], ["--learning_rate", 3e-3, "--num_updates", 12]
-    for name, base, *new in (("run", model_dir), ("kept", "run"), ("new", "run", "--new_head")):
-        base = base if name == "run" else tmp_path / base / "model"
+    """By transformers alone; an adapter too. Further training keeps its head, and replaces it with --new_head."""
+    runs, more, lora = [], ["--learning_rate", 3e-3, "--num_updates", 8], ("lora", model_dir, "--lora_rank", 4)
+    for name, base, *new in (("run", model_dir), ("kept", "run"), ("new", "run", "--new_head"), lora):
+        base = base if base == model_dir else tmp_path / base / "model"
         runs.append(([*flags(files, base, *more, *new), "--output_dir", str(tmp_path / name)], {}))
     printed = run_specs("reward", runs, tmp_path).stdout
-    results = results_of(tmp_path / "run")
-    found = [results[name] for name in ("validation_loss", "accuracy", "margin", "reward")]
-    assert found == pytest.approx(held_out_metrics(tmp_path / "run/model", files[1]), rel=1e-4, abs=1e-6)
+    config = AutoConfig.from_pretrained(tmp_path / "lora/model", subfolder="config")
+    for name, options in (("lora", {"config": config, "ignore_mismatched_sizes": True}), ("run", {})):
+        results = results_of(tmp_path / name)
+        found = [results[key] for key in ("validation_loss", "accuracy", "margin", "reward")]
+        assert found == pytest.approx(held_out_metrics(tmp_path / name / "model", files[1], **options), rel=1e-4)
     assert abs(results["margin"]) > 0.01
     assert f"higher reward in {results['accuracy']:.1%} of the held-out pairs, by {results['margin']:.4f}" in printed
-    assert printed.count("new head  score.weight start") == 2
+    assert printed.count("new head  score.weight start") == 3
     config = json.loads((tmp_path / "run/model/config.json").read_text())
     assert (config["architectures"], config["problem_type"]) == (["LlamaForSequenceClassification"], "regression")
     assert config["id2label"] == {"0": "reward"}
     first, kept, new = (read_metrics(tmp_path / name) for name in ("run", "kept", "new"))
     assert kept[0]["loss"] < 0.95 * first[0]["loss"] and kept[0]["loss"] < 0.95 * new[0]["loss"]
     score = pipeline("text-classification", str(tmp_path / "run/model"), dtype=torch.float32, device="cpu")
-    model = score.model
-    ((answer,),) = [score("a b")] if isinstance(score("a b"), list) else [[score("a b")]]
-    assert answer["score"] == pytest.approx(
-        model(**score.tokenizer("a b", return_tensors="pt")).logits.item(), rel=1e-5
-    )
+    (answer,) = score("a b")
+    logit = score.model(**score.tokenizer("a b", return_tensors="pt")).logits.item()
+    assert answer == {"label": "reward", "score": pytest.approx(logit, rel=1e-5)}
 
 
 def test_what_does_not_go_together_is_refused(files, model_dir, tmp_path):
