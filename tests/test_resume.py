@@ -160,9 +160,10 @@ def recipes_of(config):
     more, every = {} if config.startswith("zero") else QUANTIZED, RECIPES.keys() - {"pipeline"}
     if config == "fsdp2":  # a recurrent network has no hidden matrix; the ConvNet's blocks would be in two shards
         more = more | {"dpo-nf4": [*RECIPES["dpo"], *LORA[:2], *QUANTIZED["lm-nf4"][-2:]]} | LOSSES | DOCUMENTS
-        split = {name: RECIPES[name] for name in every} | {"long_sequence": TRANSFORMER}
-        more = more | with_optimizers(split, "muon")
-        more = more | with_optimizers({name: split[name] for name in every - {"vision"}}, "adamw8bit")
+        # Models of each kind: what a recipe does else is the same with every optimizer.
+        split = {name: RECIPES[name] for name in ("lm", "moe", "seq2seq")} | {"long_sequence": TRANSFORMER}
+        more = more | with_optimizers(split | {"vision": RECIPES["vision"]}, "muon")
+        more = more | with_optimizers(split, "adamw8bit")
     return {name: own for name, own in RECIPES.items() if name in every} | ADAPTERS | more
 
 
