@@ -20,10 +20,11 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from common.data.chats import CHATML
 from common.data.mixed import Mixed
-from common.data.prompts import choose_prompts
+from common.data.prompts import Prompt, choose_prompts
 from common.data.text import tokenize
 from common.errors import UserError
-from common.report.answers import _markdown, _read, start_answers
+from common.redaction import HIDDEN
+from common.report.answers import Answers, _markdown, _read, start_answers
 from common.tasks.dpo.losses import Objective
 from common.tasks.dpo.preferences import tokenize_preferences
 from common.tasks.dpo.unpaired import tokenize_unpaired
@@ -122,6 +123,24 @@ def test_a_damaged_file_has_no_answers(text, tmp_path):
     if text is not None:
         (tmp_path / "samples.json").write_bytes(text.encode(errors="surrogateescape"))
     assert _read(tmp_path) == {}
+
+
+def test_metrics_before_and_after_compare_the_same_texts(tokenizer, tmp_path):
+    """The answers before training are read from samples.json, which has no secrets. Control: a text without one."""
+    texts = ["token = abcdefgh", "hf_" + "a" * 30, "plain"]
+    encoded = [tokenizer(text, add_special_tokens=False)["input_ids"] for text in texts]
+    compared = []
+    metrics = SimpleNamespace(compute=lambda *texts: (compared.append(texts), ({}, []))[1])
+    run = SimpleNamespace(output_dir=tmp_path, results={}, state=SimpleNamespace(update=0))
+    run.accelerator = SimpleNamespace(is_main_process=True)
+    run.evaluations = SimpleNamespace(metrics=metrics, lines=[])
+    answers = Answers(run, [Prompt([5, 6 + n], ids) for n, ids in enumerate(encoded)], tokenizer)
+    answers._generate = lambda model: list(map(answers._decode, encoded))
+    for when in ("before", "after"):
+        answers.answer(None, when)
+    expected = [f"token = {HIDDEN}", HIDDEN, "plain"]
+    assert compared == [(expected, expected)] * 2
+    assert [row["reference"] for row in json.loads((tmp_path / "samples.json").read_text())] == expected
 
 
 # --- runs

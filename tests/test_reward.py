@@ -2,8 +2,11 @@
 
 import copy
 import json
+from decimal import Decimal
 
 import numpy as np
+import pyarrow
+import pyarrow.parquet
 import pytest
 import torch
 from conftest import (
@@ -24,6 +27,7 @@ from conftest import (
 from transformers import AutoConfig, AutoModelForSequenceClassification, AutoTokenizer, pipeline
 
 from common.data.chats import CHATML
+from common.data.source_types import Source
 from common.errors import UserError
 from common.tasks.reward import reward_model
 from common.tasks.reward.pairs import Pair, collate_pairs, tokenize_pairs
@@ -162,6 +166,14 @@ def test_a_margin_that_is_no_number_is_named_with_its_row(kind, tokenizer, cache
     if kind == "null":
         with pytest.raises(UserError, match="late.jsonl, line 2: has a margin, but the first row has none; give all"):
             tokenize_pairs(source_of(tmp_path / "late.jsonl", [row, row | {"margin": 1}]), tokenizer, 32, cache)
+
+
+def test_a_margin_of_a_type_that_json_does_not_have_is_named(tokenizer, cache, tmp_path):
+    columns = {"prompt": ["a"], "chosen": ["b"], "rejected": ["c"], "margin": [Decimal("0.5")]}
+    pyarrow.parquet.write_table(pyarrow.table(columns), tmp_path / "rows.parquet")
+    source = Source(files=(str(tmp_path / "rows.parquet"),))
+    with pytest.raises(UserError, match=r"row 1: column margin is a Decimal, not a finite number; fix or remove"):
+        tokenize_pairs(source, tokenizer, 32, cache)
 
 
 # --- runs

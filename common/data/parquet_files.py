@@ -15,6 +15,9 @@ from common.errors import UserError
 class Unknown:
     """Base class of values that JSON does not have, such as a time. Only the name of their class is known."""
 
+    def __repr__(self) -> str:
+        return f"a {type(self).__name__}"
+
 
 def open_files(paths: list[str], source: Source) -> tuple[LimitedProcess, tuple[str, ...] | None, dict[str, list[str]]]:
     """Returns the process that decodes the Parquet files, and columns and classes of the first path if it is Parquet.

@@ -118,8 +118,11 @@ class Answers:
         return self._decode(tokens[0, len(ids) :].tolist())
 
     def _decode(self, ids: list[int]) -> str:
-        """Returns the text of an answer, without special tokens."""
-        return str(self.tokenizer.decode(ids, skip_special_tokens=True)).strip()
+        """Returns the text of an answer, without special tokens and secrets.
+
+        Secrets are removed here, not only in the files: --metric compares answers with others that are read from there.
+        """
+        return str(redact(str(self.tokenizer.decode(ids, skip_special_tokens=True)).strip()))
 
     def _references(self) -> list[str | None]:
         return [None if prompt.reference is None else self._decode(prompt.reference) for prompt in self.prompts]
