@@ -64,12 +64,9 @@ class ArgumentParser(argparse.ArgumentParser):
         return Arguments(frozenset(self.shared_flags), **vars(parsed))
 
     def error(self, message: str) -> NoReturn:
-        from common.parallel.failures import exit_with_errors
+        from common.parallel.failures import exit_with_parser_error
 
-        if "ignored explicit argument" in message:
-            flag = message.split(":")[0].removeprefix("argument ")
-            exit_with_errors([f"{flag} is a switch and takes no value; pass only the flag, or remove it"])
-        exit_with_errors([f"{message} (--help lists the flags)"])
+        exit_with_parser_error(message)
 
 
 def _number(description: str, convert: Callable[[str], Any], is_valid: Callable[[Any], bool]) -> Callable[[str], Any]:

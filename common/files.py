@@ -179,10 +179,8 @@ def set_aside(directory: Path) -> Path:
 
 def replace_directory(partial: Path, directory: Path) -> None:
     """Renames the complete directory `partial` to `directory`; removes an existing `directory`."""
-    if directory.exists():
-        old = set_aside(directory)
-        partial.rename(directory)
+    old = set_aside(directory) if directory.exists() else None
+    partial.rename(directory)
+    if old is not None:
         remove(old)
-    else:
-        partial.rename(directory)
     fsync(directory.parent)

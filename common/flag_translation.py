@@ -118,6 +118,7 @@ FLAGS: dict[str, tuple[str, str]] = {
     "max_prompt_length": ("", "remove it; --sequence_length limits prompt and answer together"),
     "center_rewards_coefficient": ("", "--center_rewards {X}, in reward.py"),
     "reference_free": ("", "remove it; --loss orpo, simpo and cpo need no reference"),
+    "teacher_model_name_or_path": ("", "--teacher {NAME}"),
     "disable_dropout": ("", "remove it; dropout is set by the model's config.json"),
     "label_smoothing_factor": ("TS", LOSS),
     "neftune_noise_alpha": ("T", "remove it; no noise is added to embeddings"),
@@ -216,6 +217,7 @@ OWN = {
     "dpo.py": "beta cpo_alpha desirable_weight label_smoothing simpo_gamma undesirable_weight",
     "embed.py": "anchor_column dimensions learn_temperature negative_columns no-normalize normalize pooling "
     "positive_column prompt_anchor prompt_positive score_column symmetric temperature",
+    "lm.py": "distillation_temperature distillation_weight divergence quantize_teacher teacher",
     "long_sequence.py": "architecture hidden_size levels mlp_rows num_layers segments truncate",
     "moe.py": "balance balance_strength dense experts_per_token num_experts upcycle",
     "pipeline.py": "schedule",

@@ -59,9 +59,8 @@ def resolve_micro_batch_size(
 
 def check_paths(args: argparse.Namespace) -> None:
     """Raises UserError: the value of a flag for files is too long for a path."""
-    flags = (
-        "output_dir train_file validation_file train_dir validation_dir dataset_name model_name_or_path chat_template"
-    )
+    flags = "output_dir train_file validation_file train_dir validation_dir dataset_name model_name_or_path teacher"
+    flags += " chat_template"
     values = {name: vars(args).get(name) or [] for name in flags.split()}
     problems = []
     for name, value in values.items():

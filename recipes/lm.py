@@ -31,6 +31,7 @@ from common.models.load import check_model, describe_use, load_config, write_sam
 from common.parallel.shutdown import exit_on_user_error
 from common.report.tracking import describe_held_out
 from common.run import Run
+from common.tasks.lm import distillation
 from common.training.accumulation import loss_scale, mean_losses, skip_step, synchronize_gradients
 from common.training.batching import collate_tokens
 from common.training.clipping import clip_gradients
@@ -53,7 +54,7 @@ def parse_arguments():
     arguments.add_language_arguments(parser, examples=True, adapters=True, answers=True)
     group = parser.add_argument_group("language model")
     group.add_argument("--model_config", **arguments.one_of(MODEL_CONFIGS, "model from scratch (default: tiny)"))
-    args = parser.parse_args()
+    args = distillation.parse_arguments(parser)
     arguments.choose_model(parser, args, MODEL_CONFIGS, fine_tuning_rate=2e-5)
     return args
 
@@ -122,13 +123,14 @@ def main():
     args = parse_arguments()
     run = Run(args)
     tokenizer, config, train_set, held_out = load_data(args)
-    run.begin(config, tokenizer, train_set, held_out)
+    run.begin(config, tokenizer, train_set, held_out, *distillation.check(run, config, tokenizer))
     model = build_base(args, config)
     loss_description = sum_token_losses(model)  # model(...) now returns the summed loss of the targets
     optimizer = make_optimizer(args.optimizer, model, args.learning_rate, args.weight_decay)
     collate = partial(collate_tokens, pad_token_id=tokenizer.pad_token_id)
     describe_use(model, config, tokenizer, train_set.end_tokens)
     model, optimizer = run.prepare(model, optimizer, collate, train_set, held_out, loss=loss_description)
+    distillation.add_teacher(run, model)
     with run.training(config, tokenizer) as batches:
         run.evaluations.answer_prompts(model, "before")
         train(args, run, model, optimizer, batches)

@@ -354,7 +354,7 @@ def run_in_float64(recipe, cuts, directory):
     """(gradients of the first update, metrics, output directory) by name, of a launch for each layout.
 
     cuts: by name, the layout, the flags and the changes of a run, and its recipe if it is another. A layout: a number
-    of processes, or a config and one.
+    of processes, or a config and one. A change that is None leaves it out, such as float64 itself.
     """
     import torch
 
@@ -365,15 +365,12 @@ def run_in_float64(recipe, cuts, directory):
         return config, "--num_processes", processes, "--mixed_precision", "no"
 
     for layout in sorted({layout for layout, *_ in cuts.values()}, key=str):
-        runs = [
-            (
-                [*flags, "--output_dir", directory / name],
-                {"float64": 1, "save_gradients": str(directory / f"{name}.pt"), **changes},
-                *own,
-            )
-            for name, (other, flags, changes, *own) in cuts.items()
-            if other == layout
-        ]
+        runs = []
+        for name, (other, flags, changes, *own) in cuts.items():
+            changes = {"float64": 1, "save_gradients": str(directory / f"{name}.pt"), **changes}
+            changes = {change: value for change, value in changes.items() if value is not None}
+            if other == layout:
+                runs.append(([*flags, "--output_dir", directory / name], changes, *own))
         run_specs(recipe, runs, directory, *mode(layout))
     return {
         name: (torch.load(directory / f"{name}.pt"), read_metrics(directory / name), directory / name) for name in cuts

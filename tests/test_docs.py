@@ -141,7 +141,7 @@ def place(tmp_path_factory):
     bert = AutoConfig.for_model("bert", num_labels=3, max_position_embeddings=1024, **small)
     t5 = {"num_layers": 1, "d_model": 32, "d_kv": 16, "num_heads": 2, "d_ff": 32, "decoder_start_token_id": 0}
     t5 = AutoConfig.for_model("t5", **(small | t5))
-    for name in ("llama", "encoder", "masked", "t5"):
+    for name in ("llama", "encoder", "masked", "t5", "teacher"):
         shutil.copytree(model, place / "path/to" / name)
     AutoModelForSequenceClassification.from_config(bert).save_pretrained(place / "path/to/encoder")
     AutoModelForMaskedLM.from_config(bert).save_pretrained(place / "path/to/masked")

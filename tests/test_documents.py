@@ -42,7 +42,7 @@ CONFIGS = {
     "mistral": MistralConfig(**SIZES, **WINDOW),
     "gemma2": Gemma2Config(**SIZES, **WINDOW, query_pre_attn_scalar=8),
     "gemma3": Gemma3TextConfig(**SIZES, **WINDOW, layer_types=["sliding_attention", "full_attention"]),
-    "gpt2": GPT2Config(vocab_size=64, n_embd=32, n_layer=2, n_head=4, n_positions=64, bos_token_id=0, eos_token_id=0),
+    "gpt2": GPT2Config(vocab_size=64, n_embd=32, n_layer=2, n_head=4, n_positions=64, bos_token_id=0, pad_token_id=0),
 }
 
 

@@ -36,7 +36,7 @@ def flags_here():
     found = {option for action in launch_command_parser()._actions for option in action.option_strings}
     for path in sorted((ROOT / "recipes").glob("*.py")):
         found |= set(OPTIONS.findall(path.read_text()))
-    for path in ("common/arguments.py", "tools/checkpoint/__main__.py"):
+    for path in ("common/arguments.py", "common/tasks/lm/distillation.py", "tools/checkpoint/__main__.py"):
         found |= set(OPTIONS.findall((ROOT / path).read_text()))
     return found
 

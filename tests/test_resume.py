@@ -91,6 +91,7 @@ ADAPTERS = {
 QUANTIZED = {"lm-nf4": [*RECIPES["lm"], *LORA, "--quantize", "nf4"]}
 LOSSES = {f"dpo-{loss}": [*RECIPES["dpo"], "--loss", loss] for loss in ("kto", "orpo")}
 DOCUMENTS = {"lm-documents": [*LLAMA, "--document_mask"], "lm-packed": [*LLAMA, "--shape", "packed"]}
+TAUGHT = {"lm-teacher": [*LLAMA, "--shape", "packed", "--teacher", "LLAMA"]}
 WITH_DROPOUT = ("lm", "classify", "seq2seq", "vision", "embed")
 # A plain process, and each way in which weights are held: with all recipes, and the adapters of all. The other configs
 # change the precision, the place or the number of the copies of such weights, and of what a checkpoint holds nothing
@@ -159,7 +160,7 @@ def recipes_of(config):
         return {name: RECIPES[name] for name in SOME} | {"lm-lora": ADAPTERS["lm-lora"]}
     more, every = {} if config.startswith("zero") else QUANTIZED, RECIPES.keys() - {"pipeline"}
     if config == "fsdp2":  # a recurrent network has no hidden matrix; the ConvNet's blocks would be in two shards
-        more = more | {"dpo-nf4": [*RECIPES["dpo"], *LORA[:2], *QUANTIZED["lm-nf4"][-2:]]} | LOSSES | DOCUMENTS
+        more = more | {"dpo-nf4": [*RECIPES["dpo"], *LORA[:2], *QUANTIZED["lm-nf4"][-2:]]} | LOSSES | DOCUMENTS | TAUGHT
         # Models of each kind: what a recipe does else is the same with every optimizer.
         split = {name: RECIPES[name] for name in ("lm", "moe", "seq2seq")} | {"long_sequence": TRANSFORMER}
         more = more | with_optimizers(split | {"vision": RECIPES["vision"]}, "muon")

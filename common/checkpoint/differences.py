@@ -29,6 +29,13 @@ def differences(saved: dict, now: dict, args: argparse.Namespace, size_flags: It
             f"the reference model differs: its fingerprint is {now.get('reference')}, the checkpoint's is "
             f"{saved.get('reference')}; use the model that the run began with, or its --seed if it was from scratch"
         )
+    was, is_now = (identity["settings"].get("teacher_weights") for identity in (saved, now))
+    if was != is_now:
+        fix = "pass the run's own --teacher, with the original files" if was else "remove --teacher"
+        yield (
+            f"the teacher differs, or its files have changed: its fingerprint is {is_now or 'none'}, the checkpoint's "
+            f"is {was or 'none'}; {fix}"
+        )
     yield from _different_settings(saved, now, allowed)
 
 
@@ -99,6 +106,8 @@ def _different_settings(saved: dict, now: dict, allowed: list[str]) -> Iterator[
     if settings.get("head_learning_rate"):  # older runs trained a new head at the common learning rate
         saved_settings = {"head_learning_rate": saved_settings["learning_rate"]} | saved_settings
     own_flags = dict.fromkeys(sorted(now["settings"].keys() - SETTINGS.keys()), False)
+    if own_flags.pop("teacher_weights", None) is not None and "teacher_weights" not in saved_settings:
+        own_flags = {name: False for name in own_flags if name in saved_settings}  # the flags of the teacher differ too
     if ("lora_rank" in saved_settings) != ("lora_rank" in settings):  # the other adapter flags then differ too
         own_flags = {name: False for name in ("lora_rank", *own_flags) if name not in FLAGS}
     for name, can_change in (SETTINGS | own_flags).items():

@@ -10,6 +10,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from accelerate import Accelerator
+from accelerate.utils import fsdp2_prepare_model
 from torch import nn
 from torch.distributed.fsdp import CPUOffloadPolicy
 from torch.distributed.tensor import distribute_tensor
@@ -18,32 +19,42 @@ from common.models.decisions import decided_once
 
 
 def prepare(
-    accelerator: Accelerator, model: nn.Module, optimizer: torch.optim.Optimizer, weights: dict[str, torch.Tensor]
-) -> tuple[nn.Module, torch.optim.Optimizer]:
-    """Applies `accelerator.prepare` to a model whose `weights` only the main process holds; call it on all ranks."""
+    accelerator: Accelerator, model: nn.Module, optimizer: Any, weights: dict[str, torch.Tensor]
+) -> tuple[nn.Module, Any]:
+    """Applies `accelerator.prepare` to a model whose `weights` only the main process holds; call it on all ranks.
+
+    optimizer: None for a frozen model, which Accelerate does not prepare again when it shards a second model.
+    """
     tied, groups, buffers, generation = decided_once(lambda: _describe(model, optimizer))
     if generation is not None:  # only the main process has read it from the files
         model.generation_config = generation
     empty = _empty(model, tied, buffers)
-    for group, names in zip(optimizer.param_groups, groups, strict=True):
+    for group, names in zip(_groups(optimizer), groups, strict=True):
         group["params"] = [empty[name] for name in names]
     plugin = accelerator.state.fsdp_plugin
+    settings = plugin.cpu_ram_efficient_loading, plugin.transformer_cls_names_to_wrap
     plugin.cpu_ram_efficient_loading = False
     try:
         # The parameters are on the meta device, so no values are copied.
-        model, optimizer = accelerator.prepare(model, optimizer)
+        if optimizer:
+            model, optimizer = accelerator.prepare(model, optimizer)
+        else:
+            plugin.transformer_cls_names_to_wrap = None  # layers of the trained model
+            model = fsdp2_prepare_model(accelerator, model)
     finally:
-        plugin.cpu_ram_efficient_loading = True
+        plugin.cpu_ram_efficient_loading, plugin.transformer_cls_names_to_wrap = settings
     _give_shards(model, tied, weights, to_host=isinstance(plugin.cpu_offload, CPUOffloadPolicy))
     named = dict(model.named_parameters())
-    for group, names in zip(optimizer.param_groups, groups, strict=True):
+    for group, names in zip(_groups(optimizer), groups, strict=True):
         group["params"] = [named[name] for name in names]
     return model, optimizer
 
 
-def _describe(
-    model: nn.Module, optimizer: torch.optim.Optimizer
-) -> tuple[dict[str, str], list[list[str]], dict[str, torch.Tensor], Any]:
+def _groups(optimizer: Any) -> list[dict[str, Any]]:
+    return optimizer.param_groups if optimizer else []
+
+
+def _describe(model: nn.Module, optimizer: Any) -> tuple[dict[str, str], list[list[str]], dict[str, torch.Tensor], Any]:
     """Returns the properties of the model that may be missing or different on a rank without weights.
 
     These are, for each parameter name, the first name of the same parameter (tied parameters have several names), the
@@ -51,7 +62,7 @@ def _describe(
     """
     names = {id(p): name for name, p in model.named_parameters()}
     tied = {name: names[id(p)] for name, p in model.named_parameters(remove_duplicate=False)}
-    groups = [[names[id(p)] for p in group["params"]] for group in optimizer.param_groups]
+    groups = [[names[id(p)] for p in group["params"]] for group in _groups(optimizer)]
     buffers = dict(model.named_buffers(remove_duplicate=False))
     return tied, groups, buffers, getattr(model, "generation_config", None)
 

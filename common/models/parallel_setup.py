@@ -1,5 +1,6 @@
 """Applies parallelism other than DDP and ZeRO to a model, and collects its full weights."""
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -11,6 +12,7 @@ from transformers import PreTrainedModel
 from common.models.single_copy import holds_weights, main_builds_weights
 from common.parallel.liveness import wait_for_all
 from common.training.accumulation import RunAccelerator
+from common.training.precision import is_fsdp
 from common.training.process_grid import current_grid
 
 
@@ -45,6 +47,17 @@ def prepare(accelerator: RunAccelerator, model: PreTrainedModel, optimizer: torc
     if accelerator.token_budget:
         return _without_ddp(accelerator, model), accelerator.prepare(optimizer)
     return accelerator.prepare(model, optimizer)
+
+
+def prepare_frozen(accelerator: RunAccelerator, build: Callable[[], PreTrainedModel]) -> Any:
+    """Returns a second model, without gradients, on the device; sharded under FSDP2, full in other modes."""
+    model = build().requires_grad_(False).eval()
+    if not is_fsdp():
+        return model.to(accelerator.device)
+    from common.models import fsdp_loading
+
+    weights = {name: p.detach() for name, p in model.named_parameters()} if holds_weights() else {}
+    return fsdp_loading.prepare(accelerator, model, None, weights)[0]
 
 
 def _without_ddp(accelerator: Accelerator, model: nn.Module) -> nn.Module:

@@ -55,6 +55,14 @@ def exit_with_errors(problems: list[str]) -> NoReturn:
     sys.exit(MISTAKE_STATUS)
 
 
+def exit_with_parser_error(message: str) -> NoReturn:
+    """Prints an error of `argparse`, and ends the process with status 2."""
+    if "ignored explicit argument" in message:
+        flag = message.split(":")[0].removeprefix("argument ")
+        exit_with_errors([f"{flag} is a switch and takes no value; pass only the flag, or remove it"])
+    exit_with_errors([f"{message} (--help lists the flags)"])
+
+
 def leave(reason: str, status: int = 1) -> None:
     """Announces to the other ranks that this process ends, with the reason (lines of text); they report it and end too.
 

@@ -37,7 +37,21 @@ def check_requested(launch: Launch, args: Arguments, traits: Traits) -> list[str
             f"--quantize {args.quantize}: DeepSpeed does not support weights in 4 bits, and {launch.source} sets it; "
             "use fsdp2.yaml, multi_gpu.yaml or single_gpu.yaml, or remove --quantize"
         )
+    if args.shared("teacher"):
+        problems += _check_teacher(launch)
     return problems
+
+
+def _check_teacher(launch: Launch) -> Iterator[str]:
+    """Yields a line if a launch does not support a second model, which gets whole sequences and is whole or sharded."""
+    kinds = {"tensor parallelism": launch.grid.tensor > 1, "sequence parallelism": launch.grid.sequence > 1}
+    if launch.mode == "DeepSpeed":
+        from common.parallel.deepspeed_files import read_deepspeed_config
+
+        zero = read_deepspeed_config(launch.deepspeed_config).get("zero_optimization")
+        kinds["ZeRO-3"] = isinstance(zero, dict) and zero.get("stage") == 3
+    for kind in (kind for kind, is_used in kinds.items() if is_used):
+        yield f"--teacher is not supported with {kind}, which {launch.source} sets; use fsdp2.yaml or multi_gpu.yaml"
 
 
 def check_flags(launch: Launch, args: Arguments, traits: Traits) -> list[str]:

@@ -1,6 +1,5 @@
 """Prints and records the run summary, run.json and the results. For updates see `report.progress`."""
 
-import math
 import os
 import socket
 import sys
@@ -156,14 +155,9 @@ def _describe_length(args: Arguments, train: GlobalBatches) -> tuple[str, float]
 
 def describe_held_out(metrics: dict[str, float], samples: Any) -> dict[str, float]:
     """Returns the metrics of held-out text, plus perplexity and the bits per byte of the model, gzip -9 and xz -9."""
-    loss = metrics["validation_loss"]
-    results = metrics | {"perplexity": math.exp(min(loss, 700))}
-    if getattr(samples, "num_bytes", None):  # every token of the text is a target exactly once
-        results["bits_per_byte"] = loss * samples.num_target_tokens / math.log(2) / samples.num_bytes
-        for name, size in (("gzip", samples.gzip_bytes), ("xz", samples.xz_bytes)):
-            if size:
-                results[f"{name}_bits_per_byte"] = 8 * size / samples.num_bytes
-    return results
+    from common.report import compression
+
+    return compression.describe(metrics, samples)
 
 
 def record_results(results: dict[str, Any], output_dir: Path, model_class: str, **entries: Any) -> bool:

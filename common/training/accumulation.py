@@ -4,7 +4,6 @@ The loss of a global batch is the sum of the losses of its targets, divided by t
 micro-batch on every rank. `batching` computes the number from the sample ids, so it is known before the first backward.
 """
 
-from collections import Counter
 from collections.abc import Iterable
 from contextlib import contextmanager, nullcontext
 from typing import Any
@@ -87,17 +86,9 @@ def mean_losses(accelerator: Accelerator, batches: Iterable[tuple[str, int, list
     batches: source, number of targets over all ranks, and this rank's loss sums of its micro-batches, for each batch.
     The sources and their order are equal on all ranks.
     """
-    loss_sums: dict[str, list[torch.Tensor]] = {}
-    num_targets: Counter[str] = Counter()
-    for source, number, sums in batches:
-        loss_sums.setdefault(source, []).extend(sums)
-        num_targets[source] += number
-    totals = sum_over_ranks(accelerator, *(torch.stack(sums).sum() for sums in loss_sums.values()))
-    metrics = {"validation_loss": sum(totals) / num_targets.total()}
-    if "" not in loss_sums:
-        for source, total in zip(loss_sums, totals, strict=True):
-            metrics[f"validation_loss/{source}"] = total / num_targets[source]
-    return metrics
+    from common.training import held_out_losses
+
+    return held_out_losses.mean(lambda *sums: sum_over_ranks(accelerator, *sums), batches)
 
 
 def reduce_update(

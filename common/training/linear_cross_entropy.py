@@ -33,6 +33,7 @@ def linear_cross_entropy(
     chunk_rows: int = 512,
     vocabulary: "tuple[dist.ProcessGroup, int] | None" = None,
     loss_of: Callable[[Tensor], Any] | None = None,
+    criterion: Callable[..., Tensor] | None = None,
 ) -> Any:
     """Returns the summed cross-entropies of `softcap * tanh(scale * (hidden @ weight.T + bias) / softcap)`, in nats.
 
@@ -49,6 +50,7 @@ def linear_cross_entropy(
             All ranks have the same rows and targets, and get the loss and the gradient of `hidden` of the full weight.
         loss_of: replaces the sum: maps the token losses (N,) to a tuple of the loss and values without gradient, which
             is returned. It needs a fourth matmul per chunk. If no gradient is required, it may return anything.
+        criterion: replaces `_logits_to_gradient`, for chunks of rows; `targets` (N,) may then have any meaning.
     """
     dtype = weight.dtype
     if dtype != torch.float64:  # autocast does not change float64
@@ -56,7 +58,7 @@ def linear_cross_entropy(
     with_gradients = torch.is_grad_enabled()  # inside an autograd.Function gradients are always off
 
     def loss_sum(with_gradients: bool, row_weights: Tensor | None = None, rows: Tensor | None = None) -> Tensor:
-        options = (scale, softcap, chunk_rows, dtype, with_gradients, vocabulary, row_weights, rows)
+        options = (scale, softcap, chunk_rows, dtype, with_gradients, vocabulary, criterion, row_weights, rows)
         return _LinearCrossEntropy.apply(hidden, weight, bias, targets, *options)
 
     with without_autocast(weight.device):
@@ -72,7 +74,7 @@ class _LinearCrossEntropy(torch.autograd.Function):
     @staticmethod
     def forward(ctx, hidden, weight, bias, targets, *options):
         # row_weights (N,): weight of each row. rows (N,): receives the loss of each row.
-        scale, softcap, chunk_rows, dtype, with_gradients, vocabulary, row_weights, rows = options
+        scale, softcap, chunk_rows, dtype, with_gradients, vocabulary, criterion, row_weights, rows = options
         # Gradients of weight and bias are sums over chunks, in float32 at least; autograd casts them at the end.
         dtypes = [hidden.dtype, *[torch.promote_types(weight.dtype, torch.float32)] * 2]
         inputs = zip((hidden, weight, bias), dtypes, ctx.needs_input_grad[:3], strict=True)
@@ -86,11 +88,11 @@ class _LinearCrossEntropy(torch.autograd.Function):
         if is_cpu and dtype != wide:
             # Twice the rows use the memory of a float32 chunk, because only a slice is in float32 at a time.
             chunk_rows, multiple_of = 2 * chunk_rows, ROW_MULTIPLE
-        elif weight.device.type == "cuda" and bias is None and vocabulary is None:
+        elif weight.device.type == "cuda" and bias is None and vocabulary is criterion is None:
             from common.training import fused_softmax
 
             fused, chunk_rows = fused_softmax.choose(weight, chunk_rows)
-        to_gradient = fused.compiled() if fused else _logits_to_gradient
+        to_gradient = criterion or (fused.compiled() if fused else _logits_to_gradient)
         products = hidden.new_empty(round_up(min(chunk_rows, len(hidden)), multiple_of), len(weight), dtype=dtype)
         loss = hidden.new_zeros((), dtype=wide)
         for start in range(0, len(hidden), chunk_rows):
@@ -138,7 +140,7 @@ class _LinearCrossEntropy(torch.autograd.Function):
         # saved-tensor hooks that offload to the CPU must not copy it.
         gradients, ctx.gradients = ctx.gradients, None
         assert gradients is not None, "linear_cross_entropy can run backward only once"
-        return *(g if g is None else g.mul_(loss_gradient) for g in gradients), *[None] * 9
+        return *(g if g is None else g.mul_(loss_gradient) for g in gradients), *[None] * 10
 
 
 def _logits_to_gradient(

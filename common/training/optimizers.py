@@ -105,26 +105,11 @@ def make_optimizer(
     groups = parameter_groups(model, weight_decay, head, ratio)
     if weight_decay > 0 and not any(group["weight_decay"] for group in groups):
         warnings.warn(f"--weight_decay {weight_decay} has no effect: only vectors are trained", stacklevel=2)
-    return OPTIMIZERS[name].build(groups, model, learning_rate)
+    if (build := OPTIMIZERS[name].build) is not None:
+        return build(groups, model, learning_rate)
+    from common.training.rare_optimizers import BUILDERS
 
-
-def _adamw_8bit(groups: Groups, model: nn.Module, learning_rate: float) -> torch.optim.Optimizer:
-    from common.training.adamw_8bit import adamw_8bit
-
-    return adamw_8bit(groups, model, learning_rate, ADAM_BETAS)
-
-
-def _muon(groups: Groups, model: nn.Module, learning_rate: float) -> torch.optim.Optimizer:
-    from common.training.muon import Muon
-
-    return Muon(groups, model, learning_rate, ADAM_BETAS)
-
-
-def _adafactor(groups: Groups, _: nn.Module, learning_rate: float) -> torch.optim.Optimizer:
-    # In torch.optim.Adafactor, the update is learning_rate x RMS(parameter), and the rate at most 1/sqrt(update).
-    from transformers.optimization import Adafactor
-
-    return Adafactor(groups, lr=learning_rate, scale_parameter=False, relative_step=False, warmup_init=False)
+    return BUILDERS[name](groups, model, learning_rate, ADAM_BETAS)
 
 
 @dataclass(frozen=True)
@@ -135,7 +120,7 @@ class OptimizerInfo:
     parameter's shape. So it works on all `SPLITS`. Without `works_on`, an optimizer requires full tensors.
     """
 
-    build: Callable[[Groups, nn.Module, float], torch.optim.Optimizer]  # from groups, model and learning rate
+    build: Callable[[Groups, nn.Module, float], torch.optim.Optimizer] | None  # None: see `rare_optimizers.BUILDERS`
     description: str  # one line for --help
     state_bytes: float  # per float32 parameter of a weight matrix
     works_on: tuple[str, ...] = ()  # of SPLITS
@@ -163,19 +148,15 @@ OPTIMIZERS: dict[str, OptimizerInfo] = {
         deepspeed_offloads=True,
     ),
     "adamw8bit": OptimizerInfo(
-        _adamw_8bit,
+        None,
         "AdamW with 8-bit states (bitsandbytes); embeddings keep 8 bytes; slow on CPU",
         state_bytes=2.03,  # two bytes, plus constants per block of elements
         works_on=("shards",),
         uses_adamw_rate=True,
         aliases=("adamw_8bit", "adamw_bnb_8bit", "paged_adamw_8bit"),
     ),
-    "adafactor": OptimizerInfo(
-        _adafactor, "row and column averages; uses AdamW's learning rate", state_bytes=0.01, uses_adamw_rate=True
-    ),
-    "muon": OptimizerInfo(
-        _muon, "Muon for hidden matrices, AdamW (8 bytes) for others", 4, ("shards", "parts"), 8, uses_adamw_rate=True
-    ),
+    "adafactor": OptimizerInfo(None, "row and column averages; uses AdamW's learning rate", 0.01, uses_adamw_rate=True),
+    "muon": OptimizerInfo(None, "Muon for hidden matrices, AdamW (8 bytes) elsewhere", 4, ("shards", "parts"), 8, True),
     "sgd": OptimizerInfo(
         lambda groups, _, rate: torch.optim.SGD(groups, lr=rate, momentum=SGD_MOMENTUM),  # fused=True fails under FSDP2
         "momentum 0.9; needs about 30 times AdamW's learning rate",

@@ -265,6 +265,8 @@ def _fsdp(parts: Parts, segment: str, shape: ModelSizes, mode: Mode, width: int)
     gradients = parts.pop("gradients", 0) / width * 4 / n
     state = parts.pop("optimizer state", 0) / width * 4 / n
     parts["weights"] = 0 if mode.weights_on == HOST else shard
+    if "teacher" in parts:
+        parts["teacher"] = 0 if mode.weights_on == HOST else parts["teacher"] / n
     parts["gradients"] = 0 if mode.weights_on == HOST else gradients
     parts["optimizer state"] = 0 if mode.state_on == HOST else state
     if (n > 1 or mode.weights_on == HOST) and segment.startswith(("forward", "backward", "evaluation")):

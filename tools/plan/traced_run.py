@@ -24,7 +24,7 @@ from transformers.integrations.sdpa_attention import sdpa_attention_forward
 
 from common.internals.accelerate_state import forget_state
 from common.internals.torch import drop_collectives, fake_mode, replace_functions, without_fakes
-from common.models import cpu_kernels
+from common.models import cpu_kernels, parallel_setup
 from common.parallel import failures, liveness, sequence, tensor
 from common.process import this_process
 from common.training.accumulation import RunAccelerator
@@ -127,6 +127,7 @@ class TracedRun:
         self.micro_batch = {name: fake.from_tensor(tensor) for name, tensor in micro_batch.items()}
         self.num_targets = len(micro_batch["targets"])
         model, optimizer = self.accelerator.prepare(model, optimizer)
+        parallel_setup.prepare_frozen = self._prepare_frozen  # type: ignore[assignment]  # replaced on purpose
         register_optimizer_step_pre_hook(lambda *_: self._begin("step"))
         register_optimizer_step_post_hook(lambda optimizer, *_: self._name_states(optimizer))
         backward = self.accelerator.backward
@@ -143,6 +144,14 @@ class TracedRun:
         evaluated = {name: fake.from_tensor(tensor) for name, tensor in larger.items()}
         self.held_out = [_global_batch([evaluated], 1)] if self.evaluates else None
         return model, optimizer
+
+    def _prepare_frozen(self, _: Any, build: Callable[[], Any]) -> Any:
+        """Replaces `parallel_setup.prepare_frozen`: the second model gets fake weights, which are not trained."""
+        with without_fakes():  # its loss is examined with numbers
+            model = build().requires_grad_(False).eval()
+        parameters = _fill(model, SimpleNamespace(param_groups=[]), DTYPES[self.case.weights])
+        self.tracer.name("teacher", *parameters.values())
+        return model
 
     def _begin(self, segment: str) -> None:
         self.tracer.segment = segment
@@ -221,12 +230,15 @@ def examine_head_once(model: torch.nn.Module) -> None:
     if losses is None:
         return
     outcome: Any
+    examine = losses.examine_head
     try:
-        outcome = losses.examine_head(model)
+        outcome = examine(model)
     except Exception as reason:
         outcome = reason
 
-    def known(_: torch.nn.Module) -> Any:
+    def known(other: torch.nn.Module) -> Any:
+        if type(other) is not type(model):  # a teacher
+            return examine(other)
         if isinstance(outcome, Exception):
             raise outcome
         return outcome
@@ -239,9 +251,7 @@ def _global_batch(micro_batches: list[dict[str, torch.Tensor]], num_targets: int
     return GlobalBatch(0, micro_batches, 1, num_targets, 1, 1, torch.zeros(1), "", torch.ones(1, dtype=torch.int64))
 
 
-def _fill(
-    model: torch.nn.Module, optimizer: torch.optim.Optimizer, dtype: torch.dtype
-) -> dict[str, torch.nn.Parameter]:
+def _fill(model: torch.nn.Module, optimizer: Any, dtype: torch.dtype) -> dict[str, torch.nn.Parameter]:
     """Replaces parameters and buffers of a meta model and its optimizer by CPU tensors; tied weights stay tied."""
     new: dict[int, Any] = {}
     for module in model.modules():
