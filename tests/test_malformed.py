@@ -225,6 +225,7 @@ ODD_SETTINGS = [
     ("config.json", b"[]", "config.json"),
     ("generation_config.json", {"eos_token_id": {"a": 1}}, "eos_token_id .*not the id of a token"),
     ("generation_config.json", {"pad_token_id": "x"}, "pad_token_id 'x', not the id of a token"),
+    ("generation_config.json", {"top_p": 0.6}, "its generation_config.json: .*do_sample"),
     ("generation_config.json", b"[" * 100_000, "generation_config.json.*RecursionError"),
     ("tokenizer_config.json", {"model_max_length": [3]}, "one of its files: .*model_max|cannot be"),
     ("tokenizer_config.json", {"chat_template": 5}, "chat_template|cannot be"),

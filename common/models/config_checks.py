@@ -8,7 +8,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from transformers import PreTrainedConfig, PreTrainedModel
+from transformers import GenerationConfig, PreTrainedConfig, PreTrainedModel
 
 from common.errors import UserError, raise_errors, reading
 from common.models.untrained import empty_model
@@ -43,8 +43,11 @@ def build_checked(
     return model
 
 
-def check_generation(directory: Path, location: str) -> None:
-    """Raises UserError if generation_config.json is not an object or has invalid token ids; no file is valid."""
+def check_generation(directory: Path, location: str, is_saved: bool = False) -> None:
+    """Raises UserError if generation_config.json is not an object or has invalid token ids; no file is valid.
+
+    is_saved: it is saved with the model, so transformers must accept its settings.
+    """
     path = directory / "generation_config.json"
     if not path.is_file():
         return
@@ -54,6 +57,8 @@ def check_generation(directory: Path, location: str) -> None:
             raise UserError(f"{location}: its generation_config.json is no JSON object; remove it")
         problems = list(_find_problems({name: settings[name] for name in TOKEN_IDS if name in settings}))
         raise_errors(f"{location}: its generation_config.json has {problem}; {FIX}" for problem in problems)
+        if is_saved:
+            GenerationConfig.from_dict(settings).validate(strict=True)
 
 
 def check_index(directory: Path, location: str) -> None:

@@ -56,7 +56,7 @@ def load_config(
             "tools.checkpoint export CHECKPOINT DIR --merge), or name its base"
         )
     location = f"--model_name_or_path {name_or_path}"
-    check_generation(Path(name), location)
+    check_generation(Path(name), location, model_class in (AutoModelForCausalLM, AutoModelForSeq2SeqLM))
     check_index(Path(name), location)
     remote = model_class.__name__ in (getattr(config, "auto_map", None) or {})
     if not has_model(model_class, config) and not remote:
