@@ -120,7 +120,7 @@ def test_pairs_are_whole_sequences_with_margins(tokenizer, cache, tmp_path):
     texts = {"prompt": "a b ", "chosen": "c d", "rejected": "e", "margin": 0.1}
     long = {"prompt": "a " * 40, "chosen": "b", "rejected": "c", "margin": 2}
     pairs = tokenize_pairs(source_of(tmp_path / "texts.jsonl", [texts, long]), tokenizer, 32, cache)
-    assert len(pairs) == 1 and "; 1 pairs left out, because they are equal within 32 tokens" in pairs.describe()
+    assert len(pairs) == 1 and "; 1 left out, because both answers are equal within 32 tokens" in pairs.describe()
     before = tokenizer("a b ")["input_ids"]
     assert pairs[0].margin == 0.1
     assert [list(one) for one in pairs[0].answers] == [[*before, *ids("c d"), end], [*before, *ids("e"), end]]

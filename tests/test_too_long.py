@@ -71,7 +71,7 @@ KINDS = {
         {"prompt": "a", "chosen": "b", "rejected": "c"},
         {"prompt": "a", "chosen": "b", "rejected": "c" + LONG},
         {"prompt": LONG, "chosen": "b", "rejected": "c"},
-        "; 1 answers truncated at 32; 1 pairs left out, because they are equal within 32 tokens",
+        "; 1 answers truncated at 32; 1 left out, because both answers are equal within 32 tokens",
         *("; 2 of more than 32 tokens left out", r"line 2: rejected has \d+ tokens, more than --sequence_length 32; "),
     ),
     "sources": (

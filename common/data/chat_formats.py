@@ -51,14 +51,14 @@ def with_known_format(corpus: Corpus, source: Source, shape: str | None, has_tem
                 if column is None:
                     values = _instructed(row, has_template)
                 else:
-                    messages = row.values.get(column) if column == "messages" else _messages(row, column)
+                    messages = row.values.get(column) if column == "messages" else read_turns(row, column)
                     values = {"messages": with_system(row, messages) if isinstance(messages, list) else messages}
             yield row._replace(values=values | {name: row.values[name] for name in ("tools",) if name in row.values})
 
     return replace(corpus, columns=columns, rows=rows, identity=identity)
 
 
-def _messages(row: Row, column: str) -> list[dict[str, Any]]:
+def read_turns(row: Row, column: str) -> list[dict[str, Any]]:
     """Returns the turns of a ShareGPT column as messages; turns that already have a role are kept."""
     turns = row.values.get(column)
     if not isinstance(turns, list) or not all(isinstance(turn, dict) for turn in turns):

@@ -37,6 +37,10 @@ def open_preferences(source: Source, tokenizer: PreTrainedTokenizerBase) -> Corp
         raise UserError("files of preferences cannot be mixed by weights; remove the weights from --train_file")
     tokenizer.chat_template = source.chat_template or tokenizer.chat_template
     corpus = open_source(source)
+    if {"messages", "conversations", "conversation"} & set(corpus.columns):
+        from common.data.preference_formats import with_known_preferences
+
+        corpus = with_known_preferences(corpus)
     return embedded_preferences(corpus, source.text_column) if source.embedded else corpus
 
 

@@ -107,7 +107,7 @@ def _write(
             counts["max_length"] = max(counts["max_length"], *map(len, pair))
         losses = describe_losses(Counter({**counts, "empty": 0, "chats": 0}), sequence_length, "answers")
         if counts["equal"]:
-            losses += f"; {counts['equal']:,} pairs left out, because they are equal within {sequence_length} tokens"
+            losses += f"; {counts['equal']:,} left out, because both answers are equal within {sequence_length} tokens"
         if not counts["pairs"]:
             raise UserError(
                 f"{corpus.name}: no pair of answers that differ within --sequence_length {sequence_length}{losses}; "
