@@ -26,7 +26,11 @@ OTHERS = {
     "embed": ["--symmetric"],
     "long_sequence": ["--sequence_length", 4096],
     "moe": [],
+    "reward": [],
 }
+# What lm.py can do besides; MODEL stands for a model.
+WAYS = {"lm-packed": ["--shape", "packed"], "lm-documents": ["--shape", "blocks", "--document_mask"]}
+WAYS |= {"lm-teacher": ["--teacher", "MODEL", "--distillation_weight", 0.9]}
 
 
 def flags(functions_file, model_dir, output_dir, *more):
@@ -57,6 +61,18 @@ def test_float32_on_the_gpu_makes_the_losses_of_the_cpu(float32_losses, function
     losses, printed = train(tmp_path / "run", functions_file, model_dir, NVIDIA_TF32_OVERRIDE=0)
     assert losses == pytest.approx(float32_losses, rel=1e-4)
     assert "on cuda" in printed
+
+
+def own_flags(name, model_dir):
+    return [model_dir if part == "MODEL" else part for part in WAYS[name]]
+
+
+@pytest.mark.parametrize("name", WAYS)
+def test_masks_and_teachers_on_the_gpu_make_the_losses_of_the_cpu(name, functions_file, model_dir, tmp_path):
+    own = own_flags(name, model_dir)
+    launch(*flags(functions_file, model_dir, tmp_path / "cpu", *own))
+    losses, _ = train(tmp_path / "run", functions_file, model_dir, *own, NVIDIA_TF32_OVERRIDE=0)
+    assert losses == pytest.approx([line["loss"] for line in read_metrics(tmp_path / "cpu")], rel=1e-4)
 
 
 def test_memory_that_runs_out_halves_what_is_computed_at_once(text, tmp_path):  # noqa: F811
@@ -95,11 +111,11 @@ def test_precision_of_the_config_runs(precision, words, float32_losses, function
         assert losses != float32_losses
 
 
-@pytest.mark.parametrize(("recipe", "control"), [("lm", True), *((recipe, False) for recipe in ("lm", *OTHERS))])
-def test_the_host_does_not_wait_within_a_global_batch(recipe, control, functions_file, model_dir, tmp_path):
+@pytest.mark.parametrize(("name", "control"), [("lm", True), *((name, False) for name in ("lm", *WAYS, *OTHERS))])
+def test_the_host_does_not_wait_within_a_global_batch(name, control, functions_file, model_dir, tmp_path):
     """CUDA's own check raises on every wait between the first forward and the last backward. Control: one .item()."""
-    changes = {"forbid_host_sync": 1} | ({"read_each_loss": 1} if control else {})
-    given = flags(functions_file, model_dir, tmp_path / "run")
+    changes, recipe = {"forbid_host_sync": 1} | ({"read_each_loss": 1} if control else {}), name.partition("-")[0]
+    given = flags(functions_file, model_dir, tmp_path / "run", *(own_flags(name, model_dir) if name in WAYS else []))
     if recipe != "lm":
         given = ["--num_updates", 3, "--warmup_updates", 1, "--output_dir", tmp_path / "run", *OTHERS[recipe]]
     result = run_specs(recipe, [(given, changes)], tmp_path, "single_gpu", check=False)
