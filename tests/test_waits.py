@@ -4,13 +4,19 @@ import json
 import re
 
 import pytest
-from conftest import read_metrics, run_specs, write_rows
+from conftest import read_metrics, run_specs, write_jsonl, write_rows
 
 MODELS = {
-    "lm": {"lm": [], "lm-selective": ["--activation_checkpointing", "selective"]},
+    "lm": {
+        "lm": [],
+        "lm-selective": ["--activation_checkpointing", "selective"],
+        "lm-packed": ["--shape", "packed"],
+        "lm-teacher": ["--model_name_or_path", "MODEL", "--teacher", "MODEL"],
+    },
     "classify": {"classify": [], "classify-full": ["--activation_checkpointing", "full"]},
     "seq2seq": {"seq2seq": ["--generate", 0]},
     "embed": {"embed": ["--learn_temperature"]},
+    "reward": {"reward": ["--center_rewards", 0.1]},
     "moe": {"moe": [], "moe-exact": ["--balance", "exact"], "moe-usual": ["--balance", "usual"]},
     "vision": {"vision": [], "vision-resnet": ["--model_config", "resnet"], "vision-vit": ["--model_config", "vit"]},
     "long_sequence": {
@@ -26,13 +32,17 @@ SHARED = ["--num_updates", 2, "--global_batch_size", 4, "--warmup_updates", 0]
 @pytest.fixture(scope="module")
 def files(tmp_path_factory):
     """Each recipe's own flags for small data."""
-    texts = ["--train_file", write_rows(tmp_path_factory.mktemp("data") / "rows.jsonl", 60)]
+    directory = tmp_path_factory.mktemp("data")
+    texts = ["--train_file", write_rows(directory / "rows.jsonl", 60)]
+    pairs = [{"prompt": "a ", "chosen": "b " * (n % 5 + 1), "rejected": "c", "margin": n} for n in range(60)]
+    pairs = ["--train_file", write_jsonl(directory / "pairs.jsonl", pairs)]
     short = ["--sequence_length", 64, "--micro_batch_size", 1]
     return {
         "lm": [*texts, *short, "--shape", "examples"],
         "classify": [*texts, *short, "--micro_batch_size", 2],
         "seq2seq": [*texts, *short, "--micro_batch_size", 2],
         "embed": [*texts, *short, "--micro_batch_size", 2],
+        "reward": [*pairs, *short, "--micro_batch_size", 2],
         "moe": [*texts, *short],
         "vision": ["--micro_batch_size", 2],
         "long_sequence": [*texts, *short, "--hidden_size", 16],
@@ -40,7 +50,7 @@ def files(tmp_path_factory):
 
 
 @pytest.mark.parametrize("recipe", MODELS)
-def test_the_host_does_not_wait_within_a_global_batch(recipe, files, tmp_path):
+def test_the_host_does_not_wait_within_a_global_batch(recipe, files, model_dir, tmp_path):
     """Controls: a loss that is read in forward and in backward, and transformers' own looks at its masks.
 
     These find the same masks: the losses are equal in every bit.
@@ -48,6 +58,7 @@ def test_the_host_does_not_wait_within_a_global_batch(recipe, files, tmp_path):
     runs, notes = [], {}
 
     def add(name, own, **changes):
+        own = [model_dir if part == "MODEL" else part for part in own]
         given = [*files[recipe], *SHARED, *own, "--output_dir", tmp_path / name]
         runs.append((given, changes | {"note_waits": str(tmp_path / f"{name}.json")}))
 
