@@ -31,6 +31,7 @@ from transformers import (
     BertConfig,
     BertForMaskedLM,
     BitsAndBytesConfig,
+    BloomConfig,
     Gemma2Config,
     GPT2Config,
     GPTNeoXConfig,
@@ -64,6 +65,7 @@ def place(functions_file, tmp_path_factory):
         "short": GPTNeoXConfig(vocab_size=400, max_position_embeddings=32, **neox),
         "capped": Gemma2Config(final_logit_softcapping=2.0, **sizes),
         "divided": GraniteConfig(logits_scaling=0.25, **sizes),
+        "bloom": BloomConfig(vocab_size=400, hidden_size=32, n_layer=1, n_head=2, **special),
     }
     save_models(path, configs, path / "student")
     teacher = AutoModelForCausalLM.from_pretrained(path / "teacher", dtype=torch.float64)
@@ -223,6 +225,7 @@ MISTAKES = {
         "--teacher",
         "short",
     ): "--teacher .*short: --sequence_length 48 is beyond the model's 32 positions; use at most 32",
+    ("--teacher", "bloom", "--shape=packed"): "--document_mask .*: bloom computes positions or masks itself",
     ("--divergence", "jsd", None): "--divergence has no effect without --teacher; pass both, or remove it",
     ("--distillation_weight", "1.5"): "--distillation_weight 1.5: it is a share; use a number from 0 to 1",
     ("--divergence", "kl"): "argument --divergence: invalid choice: 'kl' .choose from",
