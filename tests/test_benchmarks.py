@@ -346,11 +346,11 @@ def test_make_refuses_an_environment_without_its_programs(tmp_path):
 
 
 def test_arms_that_need_a_missing_package_are_skipped_by_name(tmp_path):
-    """TRL's trainers; the padded loop needs neither package."""
+    """TRL's trainers; the recipe needs neither package."""
     command = [sys.executable, "benchmarks/throughput.py", "--quick", "--rounds", 1, "--measured", 2]
-    command += ["--data", "functions", "--arms", "recipe", "plain", "sft", "packed", "--output_dir", tmp_path]
+    command += ["--data", "functions", "--arms", "recipe", "sft", "packed", "--output_dir", tmp_path]
     result = run(command, **without("datasets", "trl"))
     assert result.returncode == 0, result.stdout + result.stderr
     assert "skipped arms: sft packed; to run them, pip install trl datasets\n" in result.stdout
     (data,) = tmp_path.glob("throughput-*.json")
-    assert [arm["arm"] for arm in json.loads(data.read_text())["runs"]] == ["recipe", "plain"]
+    assert [arm["arm"] for arm in json.loads(data.read_text())["runs"]] == ["recipe"]

@@ -37,17 +37,22 @@ def chat(tokenizer):
     return chat
 
 
-@pytest.mark.parametrize("name", ROWS)
-def test_a_pair_has_the_tokens_of_a_row_of_messages(name, chat, cache, tmp_path):
+def test_a_pair_has_the_tokens_of_a_row_of_messages(chat, cache, tmp_path):
     """And keeps its margin, which is a column of reward.py."""
-    plain = source_of(tmp_path / "plain.jsonl", [{"prompt": PROMPT, "margin": 2} | ANSWERS])
-    other = source_of(tmp_path / "other.jsonl", [ROWS[name] | {"margin": 2}])
-    (expected,), (found,) = (list(tokenize_preferences(source, chat, 256, "", cache)) for source in (plain, other))
-    assert all(np.array_equal(a, b) for a, b in zip(found.answers, expected.answers, strict=True))
-    assert any((answer >= 0).any() for answer in found.answers)
-    (expected,), (found,) = (list(tokenize_pairs(source, chat, 256, cache)) for source in (plain, other))
-    assert all(np.array_equal(a, b) for a, b in zip(found.answers, expected.answers, strict=True))
-    assert found.margin == expected.margin == 2
+
+    def source(name, row):
+        return source_of(tmp_path / f"{name}.jsonl", [row | {"margin": 2}])
+
+    def is_equal(ours, theirs):
+        return all(np.array_equal(a, b) for a, b in zip(ours.answers, theirs.answers, strict=True))
+
+    sources = {name: source(name, row) for name, row in (ROWS | {"plain": {"prompt": PROMPT} | ANSWERS}).items()}
+    pairs = {name: tokenize_preferences(sources[name], chat, 256, "", cache)[0] for name in sources}
+    assert any((answer >= 0).any() for answer in pairs["plain"].answers)
+    for name in ROWS:
+        assert is_equal(pairs[name], pairs["plain"]), name
+    found, expected = (tokenize_pairs(sources[name], chat, 256, cache)[0] for name in ("LLaMA-Factory", "plain"))
+    assert is_equal(found, expected) and found.margin == expected.margin == 2
 
 
 def test_a_tag_of_kto_is_a_label(chat, cache, tmp_path):
