@@ -16,7 +16,7 @@ from common.training.recipe_traits import Traits
 
 OWN = ("beta", "schedule", "target_length", "generate", "quantize")
 ADDED = "".join(f'    parser.add_argument("--{name}", type=int, default=2048)\n' for name in OWN)
-PARSED = "    args = parser.parse_args()\n"
+PARSED = "    args = distillation.parse_arguments(parser)\n"
 SMALL = ("--model_config", "tiny", "--sequence_length", 32, "--num_updates", 2, "--global_batch_size", 4)
 
 
