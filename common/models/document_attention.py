@@ -1,9 +1,8 @@
 """Attention on a CPU in rows of several documents: segment by segment, instead of one masked square per row.
 
 A segment is one document, or several consecutive ones with at least `LEAST` tokens together: a kernel call for each
-short document would cost more than it saves. Forward and backward of 8 heads of 64 over a row of 2,048 tokens, on one
-core, for rows of 4, 10, 40 and 200 documents: in float32 301, 328, 290 and 289 ms with the whole mask, 106, 91, 75 and
-67 ms here; in bf16 212, 233, 218 and 163 ms with the whole mask, 96, 97, 93 and 79 ms here.
+short document would cost more than it saves. In a row of 2,048 tokens, this takes about a third of the time of the
+whole mask (`benchmarks/packing.py`).
 """
 
 from collections.abc import Callable
