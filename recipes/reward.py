@@ -24,7 +24,14 @@ import torch
 from transformers import AutoModelForSequenceClassification
 
 from common.models.adapters import base_options, with_adapter
-from common.models.classifiers import HEAD_RATE_HELP, build_classifier, check_padding, find_inputs, set_pipeline_inputs
+from common.models.classifiers import (
+    HEAD_RATE_HELP,
+    build_classifier,
+    check_new_head,
+    check_padding,
+    find_inputs,
+    set_pipeline_inputs,
+)
 from common.parallel.shutdown import exit_on_user_error
 from common.report.predictions import measure
 from common.run import Run
@@ -112,7 +119,7 @@ def train(args, run, model, optimizer, batches):
 
 def main():
     args = parse_arguments()
-    run = Run(args, reward_model.check_arguments(args), sequences_per_sample=2, splits_sequences=False)
+    run = Run(args, check_new_head(args), sequences_per_sample=2, splits_sequences=False)
     tokenizer, config, train_set, held_out = load_data(args)
     kind, where = AutoModelForSequenceClassification, (args.model_name_or_path, args.trust_remote_code)
     run.begin(config, tokenizer, train_set, held_out, "center_rewards", "head_learning_rate", model_class=kind)

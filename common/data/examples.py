@@ -90,3 +90,8 @@ def mark_targets(ids: list[int], is_target: list[bool], sequence_length: int) ->
     tokens, mask = np.array(ids[: sequence_length + 1], np.int32), np.array(is_target[: sequence_length + 1], bool)
     mask[:1] = False  # no token precedes it
     return np.where(mask, tokens, ~tokens)
+
+
+def token_ids(stored: np.ndarray) -> np.ndarray:
+    """Returns the token ids of a sequence in the form of `mark_targets`, also of those that are no targets."""
+    return np.where(stored < 0, ~stored, stored)

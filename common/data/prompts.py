@@ -14,6 +14,7 @@ from typing import Any, NamedTuple
 import numpy as np
 from transformers import PreTrainedTokenizerBase
 
+from common.data.examples import token_ids
 from common.data.token_store import TokenStore
 from common.data.tokenizer import special_tokens_around
 
@@ -68,7 +69,7 @@ def _find(samples: Any, tokenizer: PreTrainedTokenizerBase) -> _Candidates:
 
 def _find_documents(store: TokenStore, tokenizer: PreTrainedTokenizerBase, longest: int) -> _Candidates:
     """Returns the candidates of a stream, in which an end-of-text token follows each document."""
-    tokens, eos = np.where(store.tokens < 0, ~store.tokens, store.tokens), tokenizer.eos_token_id
+    tokens, eos = token_ids(store.tokens), tokenizer.eos_token_id
     ends = np.flatnonzero(tokens == eos)
     starts, ends = np.concatenate([[0], ends + 1]), np.concatenate([ends, [len(tokens)]])
     # The tokens before a text are in the stream, except an end-of-text token, of which it has one between documents.
@@ -91,5 +92,5 @@ def split_answer(stored: np.ndarray) -> tuple[list[int], list[int]]:
     """
     targets = np.flatnonzero(stored >= 0)
     start = targets[np.flatnonzero(np.diff(targets, prepend=-2) > 1)[-1]]
-    ids = np.where(stored < 0, ~stored, stored)
+    ids = token_ids(stored)
     return ids[:start].tolist(), ids[start : targets[-1] + 1].tolist()

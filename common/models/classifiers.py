@@ -2,6 +2,7 @@
 
 import copy
 import inspect
+from collections.abc import Iterator
 from typing import Any
 
 import numpy as np
@@ -26,6 +27,23 @@ HEAD_RATIO = 10
 HEAD_RATE_HELP = f"peak learning rate of a new head (default: {HEAD_RATIO} x --learning_rate, with an adapter the same)"
 
 
+def check_new_head(args: Arguments) -> Iterator[str]:
+    """Yields a line if --new_head is set for a model from scratch."""
+    if args.new_head and not args.model_name_or_path:
+        yield "--new_head has no effect without --model_name_or_path; remove it, or name the model"
+
+
+def needs_new_head(config: PreTrainedConfig, new_head: bool) -> bool:
+    """Returns whether a pretrained model gets a new head: because it has none, or because `new_head` replaces it.
+
+    Raises UserError: `new_head` is set, but the model has no head.
+    """
+    has_head = any(name.endswith(HEAD) for name in config.architectures or ())
+    if new_head and not has_head:
+        raise UserError("--new_head has no effect on a model without a head for labels; remove it")
+    return new_head or not has_head
+
+
 def resolve_head_rate(args: Arguments, is_new: bool) -> None:
     """Sets the default of --head_learning_rate if the head is new.
 
@@ -39,19 +57,16 @@ def resolve_head_rate(args: Arguments, is_new: bool) -> None:
 
 
 def choose_labels(
-    config: PreTrainedConfig, names: list[str] | None, new_head: bool, classes: list[str] | None = None
+    config: PreTrainedConfig, names: list[str] | None, is_new: bool, classes: list[str] | None = None
 ) -> list[str] | None:
     """Returns the labels for a pretrained model's head; None for regression.
 
     They are `names`, the labels of the data, if the head is new; otherwise the head's own, which must include `names`.
     classes: all labels in the order of their numbers, if the data numbers them; used for a head without label names.
 
-    Raises UserError: the head has different labels and `new_head` is not set, or `new_head` is set without a head.
+    Raises UserError: the head is kept, but has different labels.
     """
-    has_head = any(name.endswith(HEAD) for name in config.architectures or ())
-    if new_head and not has_head:
-        raise UserError("--new_head has no effect on a model without a head for labels; remove it")
-    if new_head or not has_head:
+    if is_new:
         return names
     own = _label_names(config)
     if names is None and len(own) == 1:

@@ -21,7 +21,7 @@ from common.files import replace_text
 from common.models.model_setup import without_wrapper
 from common.parallel.liveness import decided_by_main, wait_for_all
 from common.redaction import escape, redact
-from common.report.evaluate_metrics import load
+from common.report.metric_flag import load_metrics
 from common.report.model_card import as_code
 from common.training.precision import weights_cast_once
 
@@ -48,7 +48,7 @@ def start_answers(run: Any, tokenizer: Any, held_out: Any) -> "Answers":
     if args.metric:
         if all(prompt.reference is None for prompt in prompts):
             raise UserError("--metric compares answers with references, but the held-out rows have none; remove it")
-        run.evaluations.metrics = load(args, held_out, str, 0)
+        load_metrics(run, held_out, str)
     return Answers(run, prompts, tokenizer)
 
 

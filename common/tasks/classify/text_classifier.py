@@ -9,7 +9,14 @@ from transformers import AutoModelForSequenceClassification, BertConfig, PreTrai
 from common.data.source_types import Source
 from common.data.tokenizer import load_tokenizer, train_tokenizer
 from common.errors import raise_errors, shorten
-from common.models.classifiers import HEAD, choose_labels, describe_new_weights, resolve_head_rate, set_labels
+from common.models.classifiers import (
+    check_new_head,
+    choose_labels,
+    describe_new_weights,
+    needs_new_head,
+    resolve_head_rate,
+    set_labels,
+)
 from common.models.load import check_model, load_config
 from common.tasks.classify.labels import (
     Example,
@@ -83,8 +90,7 @@ def describe_rate(args: Arguments) -> dict[str, str]:
 
 def check_arguments(args: Arguments) -> Iterator[str]:
     """Yields one line for each flag that needs a different flag, which is not set."""
-    if args.new_head and not args.model_name_or_path:
-        yield "--new_head has no effect without --model_name_or_path; remove it, or name the model"
+    yield from check_new_head(args)
     if args.validation_file and not (args.train_file or args.dataset_name):
         yield "--validation_file needs --train_file or --dataset_name; name the training data"
 
@@ -128,9 +134,9 @@ def choose_model(
     if args.model_name_or_path:
         config = load_config(args.model_name_or_path, args.trust_remote_code, AutoModelForSequenceClassification)
         tokenizer = load_tokenizer(args.model_name_or_path, args.trust_remote_code, needs_end_of_text=False)
-        has_head = any(name.endswith(HEAD) for name in config.architectures or ())
-        names = choose_labels(config, names, args.new_head, classes)
-        resolve_head_rate(args, is_new=args.new_head or not has_head)
+        is_new = needs_new_head(config, args.new_head)
+        names = choose_labels(config, names, is_new, classes)
+        resolve_head_rate(args, is_new)
     else:
         resolve_head_rate(args, is_new=False)
         *numbers, vocabulary = sizes[args.model_config][:5]

@@ -18,7 +18,7 @@ from transformers import PreTrainedTokenizerBase
 
 from common.data.cache import cached
 from common.data.chats import start_rendering
-from common.data.examples import mark_targets
+from common.data.examples import mark_targets, token_ids
 from common.data.preference_rows import ANSWERS
 from common.data.preferences import columns_of, encode_pairs, open_preferences
 from common.data.sample_writing import corpus_facts
@@ -215,7 +215,7 @@ class Preferences(TokenStore):
         """Returns the token ids of a prompt, and of its chosen answer as far as it is stored."""
         start, end = self.column("answers")[2 * index : 2 * index + 2].tolist()
         stored = self.row(index)["chosen"]
-        ids = np.where(stored < 0, ~stored, stored)
+        ids = token_ids(stored)
         return ids[:start].tolist(), ids[start:end].tolist()
 
     def dummy_sample(self) -> Pair:

@@ -16,7 +16,7 @@ from transformers import PreTrainedTokenizerBase
 
 from common.data.cache import cached
 from common.data.chats import encode_chats, start_rendering
-from common.data.examples import encode_texts
+from common.data.examples import encode_texts, token_ids
 from common.data.messages import history_of, messages_of, with_system
 from common.data.preference_rows import ANSWERS, CONTEXT, check_row
 from common.data.preferences import as_context, encode_answers, open_preferences
@@ -220,7 +220,7 @@ class Unpaired(TokenStore):
     def prompt(self, index: int) -> tuple[list[int], list[int] | None]:
         """Returns the token ids of a prompt, and of its desirable answer; only if there is none, of no answer."""
         row = self.row(np.flatnonzero(self._labels)[index] if self._labels.any() else index)
-        prompt, answer = (np.where(stored < 0, ~stored, stored).tolist() for stored in row.values())
+        prompt, answer = (token_ids(stored).tolist() for stored in row.values())
         return prompt, answer[: self.sequence_length + 1 - len(prompt)] if self._labels.any() else None
 
     def dummy_sample(self) -> Labelled:

@@ -1,6 +1,5 @@
 """Prepares the reward model according to the flags: a head with one output, its loss, and its metrics."""
 
-from collections.abc import Iterator
 from typing import Any
 
 import numpy as np
@@ -13,17 +12,11 @@ from common.data.source_types import Source
 from common.data.sources import open_source
 from common.data.tokenizer import load_tokenizer, special_token_ids, train_tokenizer
 from common.errors import UserError, raise_errors
-from common.models.classifiers import HEAD, describe_new_weights, resolve_head_rate, set_labels
+from common.models.classifiers import describe_new_weights, needs_new_head, resolve_head_rate, set_labels
 from common.models.load import check_model, load_config
 from common.training.recipe_traits import Arguments
 
 SHAPE = ("num_hidden_layers", "hidden_size", "num_attention_heads", "num_key_value_heads", "intermediate_size")
-
-
-def check_arguments(args: Arguments) -> Iterator[str]:
-    """Yields one line for each flag that needs a different flag, which is not set."""
-    if args.new_head and not args.model_name_or_path:
-        yield "--new_head has no effect without --model_name_or_path; remove it, or name the model"
 
 
 def choose_model(
@@ -45,15 +38,13 @@ def choose_model(
             raise UserError(
                 f"--model_name_or_path {path}: {config.model_type} is an encoder-decoder; use a causal model"
             )
-        has_head = any(name.endswith(HEAD) for name in config.architectures or ())
-        if args.new_head and not has_head:
-            raise UserError("--new_head has no effect on a model without a head for labels; remove it")
-        if has_head and not args.new_head and config.num_labels != 1:
+        is_new = needs_new_head(config, args.new_head)
+        if not is_new and config.num_labels != 1:
             raise UserError(
                 f"--model_name_or_path {path}: its head has {config.num_labels} labels, but a reward is one number; "
                 "pass --new_head to replace the head, or use a different model"
             )
-        resolve_head_rate(args, is_new=args.new_head or not has_head)
+        resolve_head_rate(args, is_new)
     else:
         resolve_head_rate(args, is_new=False)
         *numbers, vocabulary = sizes[args.model_config][: len(SHAPE) + 1]
