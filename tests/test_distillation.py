@@ -209,6 +209,14 @@ def test_the_validation_loss_is_the_cross_entropy(place, runs):
     assert results_of(runs["whole"][2])["validation_loss"] == pytest.approx(loss, rel=1e-5)
 
 
+def test_layers_that_a_config_names_are_those_of_the_student(place, runs, tmp_path):
+    """FSDP2 shards the teacher by its own layers."""
+    given = flags(place, "--micro_batch_size", 4, *options("forward_kl"), "--output_dir", tmp_path / "run")
+    named = "--mixed_precision", "no", "--fsdp_transformer_layer_cls_to_wrap", "GPT2Block"
+    run_specs("lm", [(given, {})], tmp_path, "fsdp2", *named)
+    assert_same_losses(tmp_path / "run", runs["whole"][2])
+
+
 @pytest.mark.usefixtures("extensions")
 def test_zero2_makes_the_update_of_one_process(place, runs, tmp_path):
     given = flags(place, "--micro_batch_size", 2, *options("forward_kl"), "--output_dir", tmp_path / "run")
