@@ -128,6 +128,33 @@ def test_the_gradient_of_a_block_is_the_sum_of_those_of_its_documents(name, unma
     assert masked.dtype == torch.float64 and (masked - alone).norm() < 1e-12 * alone.norm()
 
 
+def test_only_masks_of_documents_split_a_row(monkeypatch):
+    """Other masks, and a position bias, are computed as a whole; so is a plan's row. Control: the mask itself."""
+    monkeypatch.setattr(document_attention, "LEAST", 2)
+    lengths = []
+
+    def attention(module, query, key, value, mask, **given):
+        lengths.append(query.shape[2])
+        return query.transpose(1, 2), None
+
+    def call(mask, length=8, rows=1, **given):
+        lengths.clear()
+        tensors = [torch.zeros(rows, 2, length, 4) for _ in range(3)]
+        document_attention.SegmentedAttention(attention)(torch.nn.Module(), *tensors, mask, **given)
+        return lengths
+
+    numbers = torch.arange(8) // 4  # two documents of 4 tokens
+    mask = (numbers[:, None] == numbers).tril()[None, None]
+    assert call(mask) == [4, 4]
+    as_float = torch.zeros(1, 1, 8, 8).masked_fill(~mask, -1e9)
+    for other in (None, as_float, mask.expand(1, 2, 8, 8), mask[..., :7]):
+        assert call(other) == [8]
+    assert call(mask, position_bias=as_float) == [8]
+    assert call(mask[..., :2, :2], length=2, rows=3) == [2]  # short rows stay together
+    monkeypatch.setattr(this_process(), "has_fake_weights", True)
+    assert call(mask) == [8]
+
+
 def test_models_that_cannot_are_rejected_by_name(unmasked):
     mamba = MambaConfig(vocab_size=64, hidden_size=32, num_hidden_layers=1, state_size=4)
     bloom = BloomConfig(vocab_size=64, hidden_size=32, n_layer=1, n_head=2)
