@@ -35,7 +35,7 @@ def check_arguments(args: Arguments, on_cpu: bool, traits: Traits, grid: Process
         problems += check_combinations(args, on_cpu)
     path = Path(args.output_dir)
     if "--output_dir" in given_flags() and not args.resume:
-        problems += _check_output_dir(path, args.overwrite)
+        problems += check_output_dir(path, args.overwrite)
     elif not (args.dry_run or args.resume):  # if the default name exists, it gets a suffix
         problems += _check_writable(path)
     return problems
@@ -72,7 +72,7 @@ def _resolve_batch(args: Arguments, on_cpu: bool, traits: Traits, grid: ProcessG
     return []
 
 
-def _check_output_dir(path: Path, overwrite: bool, is_locked: bool = False) -> list[str]:
+def check_output_dir(path: Path, overwrite: bool, is_locked: bool = False) -> list[str]:
     """Returns one line if the run cannot use this directory, or []. is_locked: whether this process holds its lock."""
     if path.exists() and not path.is_dir():
         return [f"--output_dir {path} is a file; name a directory"]
@@ -132,7 +132,7 @@ def make_output_dir(args: argparse.Namespace, accelerator: Accelerator, share: C
         path.mkdir(parents=True, exist_ok=True)
         lock_output_dir(path)
         if not args.resume:  # a different run may have written files since the flags were checked
-            raise_errors(_check_output_dir(path, args.overwrite, is_locked=True))
+            raise_errors(check_output_dir(path, args.overwrite, is_locked=True))
         if args.overwrite and (path / "run.json").is_file():
             from common.rare_arguments import empty
 

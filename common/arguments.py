@@ -98,6 +98,11 @@ def _updates_or_epochs(text: str) -> int | str:
 positive = _number("an integer > 0", _digits, lambda number: number > 0)
 not_negative = _number("an integer >= 0", _digits, lambda number: True)
 updates_or_epochs = _number("an integer >= 0, nor epochs such as 1epoch", _updates_or_epochs, lambda number: True)
+save_every = _number(
+    "an integer >= 0, epochs such as 1epoch, nor auto",
+    lambda text: text if text == "auto" else _updates_or_epochs(text),
+    lambda value: True,
+)
 positive_float = _number("a finite number > 0", float, lambda number: 0 < number < float("inf"))
 not_negative_float = _number("a finite number >= 0", float, lambda number: 0 <= number < float("inf"))
 # Each rank adds its index to the seed, and numpy's limit is 2**32 - 1.
@@ -150,14 +155,16 @@ def _add_run(parser: ArgumentParser) -> None:
 
     add = parser.add_group("stop and resume")
     about = "write a checkpoint every N updates, or every N epochs (such as 1epoch), and at the end; 0: only on a stop"
-    add("--save_every", about, type=updates_or_epochs, default=500, metavar="N")
+    about += "; auto: as often as the cost of a save and the failures so far require"
+    add("--save_every", about, type=save_every, default=500, metavar="N")
     add("--keep_last", "number of newest checkpoints to keep, at least 2", type=positive, default=2, metavar="K")
     about = "save at each new lowest validation loss, and keep that checkpoint too; requires --eval_every"
     add("--keep_best", about, **switch)
     about = "dtype of the weights in model/ (default: dtype of the trained weights)"
     add("--export_dtype", about, choices=EXPORT_DTYPES)
     add("--load_best_at_end", "write the best checkpoint to model/ instead of the last; requires --keep_best", **switch)
-    add("--resume", "resume from the newest valid checkpoint in --output_dir", **switch)
+    about = "resume from the newest valid checkpoint in --output_dir; auto: or start, if there is none"
+    add("--resume", about, nargs="?", const=True, default=False, choices=["auto"])
     about = f"settings that may differ from the checkpoint; requires --resume; choices: {', '.join(CHANGEABLE)}"
     add("--allow_changed", about, nargs="+", default=[], choices=CHANGEABLE, metavar="NAME")
 

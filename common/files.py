@@ -17,6 +17,7 @@ import xxhash
 from filelock import FileLock, Timeout
 
 from common.errors import UserError
+from common.launcher import ELASTIC_ID
 from common.process import this_process
 
 PARTIAL = ".partial"
@@ -137,9 +138,15 @@ def complete_or_absent(
 
 
 def find_lost_directory() -> Path | None:
-    """Returns an output directory that was deleted or moved although this process has locked it, or None."""
-    taken = (directory for directory, lock in this_process().output_locks.items() if lock.is_locked)
-    return next((directory for directory in taken if not (directory / LOCK).exists()), None)
+    """Returns an output directory that was deleted, moved or taken over although this process locked it, or None."""
+    for directory, inode in this_process().lock_inodes.items():
+        try:
+            is_lost = (directory / LOCK).stat().st_ino != inode
+        except FileNotFoundError:
+            is_lost = True
+        if is_lost:
+            return directory
+    return None
 
 
 def lock_output_dir(directory: Path) -> None:
@@ -160,6 +167,8 @@ def lock_output_dir(directory: Path) -> None:
         from common.output_dirs import wait_for_lock
 
         wait_for_lock(lock, directory)
+    (directory / LOCK).write_text(os.environ.get(ELASTIC_ID, ""))  # see `parallel.elastic.take_over`
+    this_process().lock_inodes[directory.absolute()] = (directory / LOCK).stat().st_ino
 
 
 def remove(path: Path) -> None:

@@ -1,26 +1,33 @@
 """Output directories that exist already: locks that another process holds, and links."""
 
 import os
+from contextlib import suppress
 from pathlib import Path
 
 from filelock import FileLock, Timeout
 
 from common.errors import UserError
+from common.launcher import ELASTIC_ID
 
 # Seconds to wait for a lock. It may be held for some seconds by data workers of a killed run, or for an update by ranks
 # whose launcher has died.
 LOCK_TIMEOUT = 60
+ELASTIC_TIMEOUT = 10  # seconds until a lock is taken over from an earlier start of the same elastic launch
 
 
 def wait_for_lock(lock: FileLock, directory: Path) -> None:
     """Waits until another process releases the lock. Raises UserError: it does not within LOCK_TIMEOUT seconds."""
+    is_elastic = ELASTIC_ID in os.environ
     print("waiting for another process that writes to this output directory ...", flush=True)
-    try:
-        lock.acquire(timeout=LOCK_TIMEOUT)
-    except Timeout:
-        raise UserError(
-            f"--output_dir {directory}: another run writes there; end it, or use a different directory"
-        ) from None
+    for seconds in (ELASTIC_TIMEOUT, LOCK_TIMEOUT) if is_elastic else (LOCK_TIMEOUT,):
+        with suppress(Timeout):
+            lock.acquire(timeout=seconds)
+            return
+        if is_elastic:
+            from common.parallel.elastic import take_over
+
+            take_over(Path(lock.lock_file))
+    raise UserError(f"--output_dir {directory}: another run writes there; end it, or use a different directory")
 
 
 def refuse_links(directory: Path) -> None:

@@ -24,6 +24,7 @@ class ProcessState:
     rank_watch: Any = None  # the `rank_watch.RankWatch` of a launch with several processes, until this process leaves
     num_watches: int = 0  # each connection to the other ranks increases it
     output_locks: dict[Path, FileLock] = field(default_factory=dict)  # by output directory; held until the process ends
+    lock_inodes: dict[Path, int] = field(default_factory=dict)  # inode of each lock file when it was locked
     has_document_mask: bool = False  # whether a token attends only to its own document (`document_masks`)
     has_fake_weights: bool = False  # whether all models are on the `meta` device, because a plan traces the run
 

@@ -122,7 +122,7 @@ def check_combinations(args: Arguments, on_cpu: bool) -> Iterator[str]:
         yield "--allow_changed has no effect without --resume; remove it"
     if args.resume and args.overwrite:
         yield "--resume continues the run that --overwrite deletes; pass only one"
-    elif args.resume and os.environ.get("RANK", "0") == "0":  # the other ranks use the result of the first
+    elif args.resume is True and os.environ.get("RANK", "0") == "0":  # the other ranks use the result of the first
         # A running process may still write its first checkpoint: `Checkpoints.find` waits for it.
         if not any((Path(args.output_dir) / name).exists() for name in ("checkpoints", LOCK)):
             yield (
@@ -206,8 +206,9 @@ def explain_samples(
 def warn_without_effect(args: Arguments, train: Any) -> None:
     """Warns of intervals longer than the run, and of mixed files of which the run uses no sample."""
     for name in ("eval_every", "save_every"):
-        if f"--{name}" in given_flags() and getattr(args, name) > args.num_updates:
-            much = f"{getattr(args, name)} updates, and {describe_length(args)} is the whole run"
+        every = getattr(args, name)
+        if f"--{name}" in given_flags() and every != "auto" and every > args.num_updates:
+            much = f"{every} updates, and {describe_length(args)} is the whole run"
             logger.warning("--%s has no effect: it is %s; lower it, or remove it", name, much)
     if args.patience and args.eval_every and args.patience >= (most := args.num_updates // args.eval_every):
         logger.warning("--patience %s has no effect on a run of %s evaluations; lower it", args.patience, most)

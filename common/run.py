@@ -68,6 +68,10 @@ class Run:
         raise_errors([*mistakes, *launch_checks.check_launch(self.launch_config, args, self.traits), *problems])
         self.accelerator = connect.make_accelerator(self.launch_config, args)
         self.device, self.is_sharded = self.accelerator.device, distributed_mode.is_sharded(self.accelerator)
+        if args.resume == "auto":
+            from common.checkpoint.auto_resume import resolve
+
+            resolve(args)
         self.checkpoints, self.is_stopped = Checkpoints(args, self.accelerator), False
         self.evaluations = Evaluations(self)
 
@@ -189,7 +193,7 @@ class Run:
         Also False in a budget trial and after an OOM, which are not counted. loss_sums: one scalar per micro-batch of
         this rank. grad_norm: before clipping. extra: more values to sum into `reduced`, same names and shapes per rank.
         """
-        extra |= self.checkpoints.values_to_reduce(self.requests)
+        extra |= self.checkpoints.values_to_reduce(self.requests, self.state)
         extra |= self.budget.values_to_reduce() if self.budget else {}
         loss, grad_norm, self.reduced = accumulation.reduce_update(self.accelerator, loss_sums, grad_norm, batch, extra)
         if self.budget and self.budget.note_out_of_memory(self.reduced):

@@ -60,7 +60,8 @@ def repeat_evaluation(run: Any, evaluate: Any, model: torch.nn.Module) -> None:
     state.record_loss(metrics["validation_loss"])
     held_out.add_evaluation(run.progress, metrics)
     run.checkpoints.last_saved = -1  # because the last checkpoint has no metrics
-    run.checkpoints.update_done(state, run.model, run.optimizer, {"stop_requested": 0.0, "failed": 0.0, "written": 0.0})
+    sums = dict.fromkeys(("stop_requested", "failed", "written", "save_due"), 0.0)
+    run.checkpoints.update_done(state, run.model, run.optimizer, sums)
     if state.end(run.args) < run.args.num_updates:
         held_out.print_end_of_patience(run.progress, run.args.patience)
         run.loader = run.load(range(0))

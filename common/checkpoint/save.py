@@ -49,6 +49,7 @@ class Checkpoints:
         self.ranks = Agreement(accelerator, Path(args.output_dir))
         self.writer = Writer(self.ranks, accelerator.device, args.keep_last, args.keep_best)
         self.last_saved = -1  # update
+        self.interval: Any = None  # `save_interval.SaveInterval` of --save_every auto, on rank 0
         self.steps: Any = None  # `optimizer_checks.Steps` of a user's own optimizer
         self.unsupported: str | None = None  # reason why the state of this run cannot be saved
         if accelerator.deepspeed_plugin is not None:
@@ -65,7 +66,8 @@ class Checkpoints:
 
         Raises UserError: the directory is in use, or there is no valid checkpoint, or one of different settings.
         """
-        is_requested = 0 < self.args.save_every <= self.args.num_updates or self.args.keep_best
+        every = self.args.save_every
+        is_requested = every == "auto" or 0 < every <= self.args.num_updates or self.args.keep_best
         if self.unsupported and (self.args.resume or is_requested):
             raise UserError(self.unsupported)
         if self.ranks.world > 1:
@@ -115,28 +117,35 @@ class Checkpoints:
                 remove(stale)
 
         self.ranks.together(lock, only_main=True)
+        if self.args.save_every == "auto" and self.ranks.rank == 0:
+            from common.checkpoint.save_interval import SaveInterval
 
-    def values_to_reduce(self, stop: StopRequests) -> dict[str, float]:
-        """Returns whether this rank has a request to stop, and whether its save has failed or is written.
+            self.interval = SaveInterval(self.ranks.output_dir)
+
+    def values_to_reduce(self, stop: StopRequests, state: TrainingState) -> dict[str, float]:
+        """Returns whether this rank has a request to stop, whether its save has failed or is written, or a save is due.
 
         `reduce_update` sums these values over the ranks together with the loss, and `update_done` receives the sums. A
         request, or the end of a write, that comes later in the update counts in the next update.
         """
         written = self.writer.is_written()  # before `failed`, so that a write that fails now does not count as written
-        return {"stop_requested": stop.is_requested, "failed": self.writer.failure() is not None, "written": written}
+        is_due = self.interval is not None and self.interval.is_due(state)
+        failed = self.writer.failure() is not None
+        return {"stop_requested": stop.is_requested, "failed": failed, "written": written, "save_due": is_due}
 
     @record_function("checkpoint")  # name in a profiler trace
     def update_done(self, state: TrainingState, model: torch.nn.Module, optimizer: Any, sums: dict[str, float]) -> bool:
         """Ends an update: saves a checkpoint if due. Returns whether the run must stop; the save is then complete.
 
-        Due: every --save_every updates, on a request to stop, and with --keep_best at each new lowest validation loss.
+        Due: as --save_every sets, on a request to stop, and with --keep_best at each new lowest validation loss.
         sums: those of `values_to_reduce` over the ranks, so that all ranks do the same.
         """
         if sums["failed"]:
             self.ranks.raise_first(self.writer.failure())
         if sums["written"] * current_grid().model_parallel == self.ranks.world:
             self.writer.commit_soon()
-        is_due = self.args.save_every and state.update % self.args.save_every == 0
+        every = self.args.save_every
+        is_due = sums["save_due"] if every == "auto" else every and state.update % every == 0
         if sums["stop_requested"] or is_due or (self.args.keep_best and state.is_best):
             with pause(state.training, SAVING):
                 self.save(state, model, optimizer)

@@ -12,6 +12,7 @@ from typing import NoReturn
 from common.disk_errors import explain_disk_error, write_status_in_place
 from common.errors import UserError
 from common.files import find_lost_directory
+from common.launcher import ELASTIC_ID
 from common.parallel import liveness
 from common.process import this_process
 from common.redaction import cleaned
@@ -45,6 +46,10 @@ def end_failed(error: BaseException) -> None:
 def exit_with_errors(problems: list[str]) -> NoReturn:
     """Prints each problem on a line of stderr, once per host, and ends the process with status 2."""
     problems = [cleaned(problem) for problem in problems]
+    if ELASTIC_ID in os.environ and find_lost_directory() is None:
+        from common.parallel.elastic import note_user_error
+
+        note_user_error("\n".join(problems))
     is_first = _is_first_of_host()
     if is_first:
         print("\n".join(f"error: {problem}" for problem in problems), file=sys.stderr, flush=True)
@@ -119,7 +124,7 @@ def note(reason: str) -> None:
     """Writes a failure as the status of the run into run.json, once."""
     process = this_process()
     write, process.note_failure = process.note_failure, None
-    if write is not None:
+    if write is not None and find_lost_directory() is None:
         status = f"failed {describe_place()}: {reason.splitlines()[0]}"
         try:
             write(status)

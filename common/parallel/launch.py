@@ -15,7 +15,7 @@ from accelerate.commands.config.config_args import default_config_file
 from accelerate.utils import parse_flag_from_env
 
 from common.internals.accelerate import read_launch
-from common.launcher import find_launch_words
+from common.launcher import ELASTIC_ID, find_launch_words
 from common.training.process_grid import ProcessGrid
 
 # Variables from which Accelerate reads the world size on a CPU if WORLD_SIZE is not set, with prefixes of related ones.
@@ -86,7 +86,12 @@ def find_launch() -> Launch:
         except psutil.Error:  # it has ended, or belongs to a different user
             continue
         if (words := find_launch_words(command)) is not None:
-            return parse_launch(words, process.environ())
+            launch = parse_launch(words, process.environ())
+            if ELASTIC_ID in os.environ:
+                from common.parallel.elastic import use_started_hosts
+
+                use_started_hosts(launch)
+            return launch
     return Launch(mode="DDP" if started_world_size() > 1 else "plain")
 
 

@@ -8,6 +8,7 @@ import torch
 from accelerate import Accelerator
 
 from common.errors import UserError
+from common.launcher import ELASTIC_ID
 from common.parallel.distributed_mode import current_mode
 from common.parallel.launch import MPI, Launch, mpi_variables, runs_on_cpu, started_world_size
 
@@ -39,7 +40,7 @@ def check_processes(launch: Launch) -> list[str]:
 def check_machines(launch: Launch) -> Iterator[str]:
     """Yields a line for each mistake in the settings that connect several machines."""
     machines, processes, settings = launch.num_machines, launch.num_processes, launch.settings
-    if machines == 1:
+    if machines == 1 or ELASTIC_ID in os.environ:
         return
     if processes % machines:
         yield (

@@ -11,6 +11,7 @@ import psutil
 import torch.distributed as dist
 
 from common.errors import UserError
+from common.launcher import ELASTIC_ID
 from common.parallel import liveness
 from common.parallel.channel import is_single_host
 from common.parallel.failures import LOST_STATUS, exit_now
@@ -78,7 +79,10 @@ def connecting(timeout: float) -> Iterator[None]:
     except RuntimeError as error:
         if not isinstance(error, dist.DistError) and "connect" not in str(error):
             raise
-        raise UserError(f"{subject} ({str(error).splitlines()[0]}); {fix}") from error
+        line = f"{subject} ({str(error).splitlines()[0]}); {fix}"
+        if ELASTIC_ID in os.environ:
+            exit_now([line], LOST_STATUS)
+        raise UserError(line) from error
 
 
 @contextmanager

@@ -30,6 +30,7 @@ from typing import Any
 import torch.distributed as dist
 
 from common.errors import UserError
+from common.launcher import ELASTIC_ID
 from common.parallel import failures
 from common.parallel.channel import (
     MOST_TEXT,
@@ -68,8 +69,15 @@ def start(timeout: float, grid: ProcessGrid) -> None:
     process = this_process()
     if process.rank_watch is None:
         process.num_watches += 1  # a store may be reused
-        key = f"liveness-{os.environ.get('TORCHELASTIC_RESTART_COUNT', 0)}-{process.num_watches}"
-        process.rank_watch = RankWatch(int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"]), timeout, key, grid)
+        # An elastic start has a new store, and its hosts differ in their numbers of restarts.
+        restarts = 0 if ELASTIC_ID in os.environ else os.environ.get("TORCHELASTIC_RESTART_COUNT", 0)
+        key = f"liveness-{restarts}-{process.num_watches}"
+        try:
+            process.rank_watch = RankWatch(int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"]), timeout, key, grid)
+        except UserError as error:
+            if ELASTIC_ID not in os.environ:
+                raise
+            failures.exit_now(str(error).splitlines(), LOST_STATUS)  # a host was lost; the others start again
 
 
 def _keep_alive(connected: socket.socket) -> None:

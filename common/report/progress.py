@@ -141,6 +141,7 @@ class Progress:
             "waiting_for_data": self.waited / max(self.seconds, 1e-9),
             "skipped_updates": self.state.skipped_updates,
             "sample_digest": batch.sample_digest,
+            "world_size": self.accelerator.num_processes,
         }
         if (lost := find_lost_directory()) is not None:
             from common.disk_errors import lost_line

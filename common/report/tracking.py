@@ -209,9 +209,9 @@ def print_results(results: dict[str, Any], output_dir: Path, model_class: str, i
     losses: list[str] = []
     best: list[str] = []
     if "validation_loss" in results or "best" in results:
-        from common.report import held_out
+        from common.report import final_losses
 
-        losses, best = held_out.describe_results(results, run.get("held_out_sources"), output_dir)
+        losses, best = final_losses.describe_results(results, run.get("held_out_sources"), output_dir)
     model, picture = output_dir / "model", output_dir / "curves.png"
     printed += [
         *losses,

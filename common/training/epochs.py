@@ -14,5 +14,5 @@ def resolve(args: argparse.Namespace, updates_per_epoch: int) -> None:
         args.num_updates = math.ceil(round(args.num_epochs * updates_per_epoch, 6))
     for name in ("eval_every", "save_every"):
         value = getattr(args, name)
-        if isinstance(value, str):  # such as "2epochs"
+        if isinstance(value, str) and value != "auto":  # such as "2epochs"
             setattr(args, name, int(value.partition("epoch")[0]) * updates_per_epoch)

@@ -1,0 +1,374 @@
+"""Runs `accelerate launch` on 1 to N hosts that may come and go. Start the same command on each host:
+
+    python launchers/elastic.py --hosts 1:4 accelerate launch --config_file accelerate_configs/fsdp2.yaml \\
+        recipes/lm.py --train_file my.jsonl --output_dir runs/books --resume auto
+
+If a host dies, hangs or leaves (SIGTERM), the others continue from the newest checkpoint without it. If a host arrives,
+all save, and continue with it. The update does not depend on the number of hosts. All hosts share the repository, the
+data and --output_dir. LAUNCH_TOKEN is one secret, the same on all hosts; a new launch needs a new one.
+
+The engine is torch's elastic agent, as in `torchrun`. `accelerate launch` starts the same agent, but passes it a fixed
+number of hosts. So this script reads the config as `accelerate launch` does, and starts the agent itself.
+
+The hosts find each other through files in a shared directory. torch's own c10d rendezvous needs a store on one host,
+and its loss ends the run on all; its file store grows with each heartbeat.
+"""
+
+import argparse
+import hashlib
+import json
+import os
+import socket
+import sys
+import tempfile
+from contextlib import suppress
+from datetime import timedelta
+from pathlib import Path
+from typing import Any, NoReturn
+
+import torch
+from accelerate.utils import prepare_deepspeed_cmd_env, prepare_multi_gpu_env
+from torch.distributed import DistError, FileStore
+from torch.distributed.elastic.multiprocessing.api import SignalException
+from torch.distributed.elastic.rendezvous import (
+    RendezvousClosedError,
+    RendezvousHandler,
+    RendezvousInfo,
+    RendezvousParameters,
+    RendezvousTimeoutError,
+    rendezvous_handler_registry,
+)
+from torch.distributed.elastic.rendezvous.dynamic_rendezvous import (
+    DynamicRendezvousHandler,
+    RendezvousBackend,
+    RendezvousTimeout,
+)
+from torch.distributed.run import main as torchrun
+
+ROOT = Path(__file__).resolve().parent.parent
+sys.path.insert(1, str(ROOT))
+
+from common.command_parser import CommandParser  # noqa: E402
+from common.errors import UserError, raise_errors  # noqa: E402
+from common.files import size_and_digest  # noqa: E402
+from common.internals.accelerate import read_launch  # noqa: E402
+from common.launcher import ELASTIC_ID  # noqa: E402
+from common.output import guard_output  # noqa: E402
+from common.parallel.channel import TOKEN  # noqa: E402
+from common.parallel.elastic import HOSTS, NOTE  # noqa: E402
+from common.parallel.launch import Launch, parse_launch  # noqa: E402
+from common.training.stop_signals import STOPPED  # noqa: E402
+from common.versions import versions  # noqa: E402
+
+HOST = socket.gethostname()
+BEAT, MISSED = 3, 5  # seconds between two heartbeats of a host; number of missed heartbeats after which it is dead
+JOIN_SECONDS = 7 * 24 * 3600  # how long a host waits for a place, or for the minimum number of hosts
+SHUTDOWN_SECONDS = 600  # to save before a restart; torch's default of 30 would kill a process that saves a large model
+SET_BY_HOSTS = "num_machines num_processes machine_rank main_process_ip main_process_port".split()
+
+
+class SharedFiles(RendezvousBackend):
+    """The state of torch's rendezvous in a directory that all hosts share; the state is the newest of numbered files.
+
+    A file is created by a hard link, which fails if the file exists: an atomic compare-and-set without a lock, which a
+    frozen host could hold.
+    """
+
+    KEPT = 20  # newest files, so that a slow reader finds the file that it has listed
+
+    def __init__(self, directory: Path):
+        self.directory = directory
+
+    @property
+    def name(self) -> str:
+        return "shared-files"
+
+    def _numbers(self) -> list[int]:
+        return sorted(int(path.suffix[1:]) for path in self.directory.glob("state.*") if path.suffix[1:].isdecimal())
+
+    def get_state(self) -> tuple[bytes, int] | None:
+        """Returns the newest state and its number, or None before the first."""
+        while numbers := self._numbers():
+            with suppress(FileNotFoundError):  # a much newer state exists by now
+                return (self.directory / f"state.{numbers[-1]}").read_bytes(), numbers[-1]
+        return None
+
+    def set_state(self, state: bytes, token: int | None = None) -> tuple[bytes, int, bool] | None:
+        """Creates the state after number `token`; returns the newest state, its number, and whether it is this one."""
+        number = (token or 0) + 1
+        with tempfile.NamedTemporaryFile(dir=self.directory, prefix="new.") as file:
+            file.write(state)
+            file.flush()
+            os.fsync(file.fileno())
+            try:
+                os.link(file.name, self.directory / f"state.{number}")
+            except FileExistsError:
+                newest = self.get_state()
+                return newest and (*newest, False)
+        for old in self._numbers()[: -self.KEPT]:
+            (self.directory / f"state.{old}").unlink(missing_ok=True)
+        return state, number, True
+
+
+class Hosts(RendezvousHandler):
+    """torch's rendezvous, with reasons for which this host leaves instead of starting its processes again.
+
+    Args:
+        rendezvous: the rendezvous to which all calls go.
+        note: file of this host in which its processes write their own user errors.
+        output_dir: the run's; a new checkpoint in it counts as progress.
+        max_restarts: restarts in a row without progress.
+    """
+
+    def __init__(self, rendezvous: RendezvousHandler, note: Path, output_dir: Path, max_restarts: int):
+        self.rendezvous, self.note, self.output_dir, self.max_restarts = rendezvous, note, output_dir, max_restarts
+        self.newest: str | None = None
+        self.num_restarts, self.leaves = -1, False
+
+    @property
+    def use_agent_store(self) -> bool:
+        return self.rendezvous.use_agent_store
+
+    def next_rendezvous(self) -> RendezvousInfo:
+        """Returns rank and number of hosts of the next start. Raises SystemExit: this host leaves the run."""
+        if self.note.exists():  # the processes have printed it
+            self._leave(2)
+        newest = max((path.name for path in self.output_dir.glob("checkpoints/update-*[0-9]")), default="")
+        self.num_restarts = 0 if newest != self.newest else self.num_restarts + 1
+        self.newest = newest
+        if self.num_restarts > self.max_restarts:
+            say(f"error: host {HOST} leaves: no new checkpoint after {self.max_restarts} restarts in a row")
+            self._leave(1)
+        while True:
+            try:
+                info = self.rendezvous.next_rendezvous()
+            except DistError:  # a host died during the rendezvous
+                continue
+            say(f"host {HOST} is number {info.rank} of {info.world_size}")
+            return info
+
+    def _leave(self, status: int) -> NoReturn:
+        self.leaves = True
+        raise SystemExit(status)
+
+    def shutdown(self) -> bool:
+        """Ends the launch for all hosts, unless only this host leaves."""
+        return self.leaves or self.rendezvous.shutdown()
+
+    def get_backend(self) -> str:
+        return self.rendezvous.get_backend()
+
+    def is_closed(self) -> bool:
+        return self.rendezvous.is_closed()
+
+    def set_closed(self) -> None:
+        self.rendezvous.set_closed()
+
+    def num_nodes_waiting(self) -> int:
+        return self.rendezvous.num_nodes_waiting()
+
+    def get_run_id(self) -> str:
+        return self.rendezvous.get_run_id()
+
+
+def say(line: str) -> None:
+    print(line, file=sys.stderr, flush=True)
+
+
+def hosts_range(text: str) -> tuple[int, int]:
+    """Returns the numbers of "1:4", or of "4" as (4, 4)."""
+    least, _, most = text.partition(":")
+    if not least.isdecimal() or not (most or least).isdecimal() or not 1 <= int(least) <= int(most or least):
+        raise argparse.ArgumentTypeError(f"{text} is not MIN:MAX, such as 1:4")
+    return int(least), int(most or least)
+
+
+def own_address() -> str:
+    """Returns the address of this host on its default route, or its name without one."""
+    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe, suppress(OSError):
+        probe.connect(("192.0.2.1", 9))  # UDP: sends nothing, but selects the route; the address is for documentation
+        return probe.getsockname()[0]
+    return HOST
+
+
+def find_flag(words: list[str], flag: str) -> str | None:
+    """Returns the value of a flag in a command line; "" for the flag without value, None without the flag."""
+    value = None
+    for at, word in enumerate(words):
+        if word == flag:
+            after = words[at + 1] if at + 1 < len(words) else ""
+            value = "" if after.startswith("--") else after
+        elif word.startswith(f"{flag}="):
+            value = word.partition("=")[2]
+    return value
+
+
+def check(launch: Launch, recipe: list[str], per_host: int) -> list[str]:
+    """Returns one line per mistake in the command line."""
+    problems = list(launch.file_problems)
+    for name in sorted(launch.given.intersection(SET_BY_HOSTS)):
+        problems.append(f"--{name} is set by the hosts that are there; remove it (--processes_per_host N)")
+    if launch.mode == "plain":
+        problems.append(
+            f"{launch.source} starts a single process, which cannot be joined; use a config such as "
+            "multi_gpu.yaml, multi_cpu.yaml or fsdp2.yaml"
+        )
+    sizes = launch.sizes
+    if (within := sizes["sp"] * sizes["tp"] * sizes["pp"]) > 1 and per_host % within:
+        problems.append(
+            f"{launch.source} splits a model or sample over {within} processes, and a host has {per_host}; "
+            "use a multiple, so that they stay on one host"
+        )
+    if sizes["dp_replicate"] > 1:
+        problems.append(f"{launch.source} fixes the number of replicas (dp_replicate_size); use fsdp2.yaml")
+    if not find_flag(recipe, "--output_dir"):
+        problems.append("--output_dir is missing: the hosts continue from its checkpoints")
+    if find_flag(recipe, "--resume") != "auto":
+        problems.append("--resume auto is missing: without it, a restart would begin anew; add it to the recipe")
+    if len(os.environ.get(TOKEN, "")) < 16:
+        problems.append(
+            f"{TOKEN}: not set, or not 16 characters long; set it to one secret on all hosts, such as the "
+            "output of: openssl rand -hex 16"
+        )
+    return problems
+
+
+def describe_software(launch: Launch, recipe: list[str], per_host: int) -> dict[str, Any]:
+    """Returns everything in which a host could differ: files of the repository, versions and the command line."""
+    paths = [*ROOT.glob("common/**/*.py"), *ROOT.glob("recipes/*.py"), *ROOT.glob("ds_configs/*.json")]
+    paths += [Path(name) for name in (recipe[0], launch.config_file) if name]
+    files = {os.path.relpath(path, ROOT): size_and_digest(path)[1] for path in paths}
+    command = " ".join([*launch.command[2:], *recipe, f"--processes_per_host {per_host}"])
+    return {"host": HOST, "command": command, **versions(), **files}
+
+
+def check_software(directory: Path, own: dict[str, Any]) -> None:
+    """Raises UserError: this host differs from the host that came first, whose description is in the directory."""
+    first = directory / "software.json"
+    with tempfile.NamedTemporaryFile("w", dir=directory, prefix="new.") as file:
+        json.dump(own, file)
+        file.flush()
+        with suppress(FileExistsError):
+            os.link(file.name, first)
+    others = json.loads(first.read_text())
+    names = [name for name in {**others, **own} if name != "host" and others.get(name) != own.get(name)]
+    what = [f"{name} {own.get(name)} instead of {others.get(name)}" if "/" not in name else name for name in names[:3]]
+    if names:
+        more = f" and {len(names) - 3} more" if len(names) > 3 else ""
+        raise UserError(
+            f"host {HOST} differs from host {others['host']}: {', '.join(what)}{more}; make both the same, "
+            f"or start a new launch with a new {TOKEN}"
+        )
+
+
+def make_directory(path: Path) -> Path:
+    """Creates the directory of this launch, for this user only. Raises UserError: it belongs to a different user.
+
+    torch's rendezvous state is a pickle, so nobody else may write it.
+    """
+    launch_id = hashlib.sha256(f"elastic {os.environ[TOKEN]}".encode()).hexdigest()[:16]
+    directory = path / launch_id
+    try:
+        directory.mkdir(mode=0o700, parents=True, exist_ok=True)
+        owner, mode = directory.stat().st_uid, directory.stat().st_mode
+    except OSError as error:
+        raise UserError(f"--rendezvous {path} cannot be written ({error.strerror}); name another directory") from error
+    if owner != os.geteuid() or mode & 0o022:
+        raise UserError(f"--rendezvous {directory} can be written by others; remove it, or name another directory")
+    return directory
+
+
+def prepare_environment(words: list[str], launch: Launch, per_host: int) -> None:
+    """Sets the variables of the config file that `accelerate launch` would set."""
+    args = read_launch(words)[0]
+    args.num_machines, args.machine_rank, args.num_processes, args.main_process_port = 1, 0, per_host, 0
+    if launch.mode == "DeepSpeed":
+        args.deepspeed_multinode_launcher = "standard"
+        os.environ |= prepare_deepspeed_cmd_env(args)[1]
+    else:
+        os.environ |= prepare_multi_gpu_env(args)
+
+
+def parse() -> tuple[argparse.Namespace, list[str], Launch, list[str]]:
+    """Returns the flags of this script, the words after `accelerate launch`, the launch, and the recipe's words."""
+    formatter = argparse.RawDescriptionHelpFormatter
+    parser = CommandParser(description=__doc__, formatter_class=formatter, allow_abbrev=False)
+    parser.add_argument("--hosts", type=hosts_range, required=True, metavar="MIN:MAX", help="number of hosts")
+    parser.add_argument("--processes_per_host", type=int, metavar="P", help="default: GPUs of this host, or 1")
+    parser.add_argument("--rendezvous", metavar="DIR", help="shared by all hosts (default: OUTPUT_DIR.hosts)")
+    parser.add_argument("--address", metavar="IP", help="of this host for the others (default: of its default route)")
+    parser.add_argument("--wait", type=int, default=30, metavar="S", help="seconds to wait for more hosts (30)")
+    about = "restarts in a row without a new checkpoint, before a host leaves (10)"
+    parser.add_argument("--max_restarts", type=int, default=10, metavar="N", help=about)
+    parser.add_argument("command", nargs=argparse.REMAINDER, help="accelerate launch, and all that follows it")
+    args = parser.parse_args()
+    if len(args.command) < 3 or Path(args.command[0]).name != "accelerate" or args.command[1] != "launch":
+        parser.error("after its own flags comes: accelerate launch --config_file ... recipes/lm.py ...")
+    words = args.command[2:]
+    launch = parse_launch(words)
+    if args.processes_per_host is None:
+        args.processes_per_host = 1 if launch.use_cpu else max(1, torch.cuda.device_count())
+    recipe = [launch.settings["training_script"], *launch.settings["training_script_args"]]
+    raise_errors(check(launch, recipe, args.processes_per_host))
+    return args, words, launch, recipe
+
+
+def run(args: argparse.Namespace, words: list[str], launch: Launch, recipe: list[str], note: Path) -> None:
+    """Runs torch's elastic agent on this host until the run has ended or this host leaves."""
+    output_dir = Path(find_flag(recipe, "--output_dir") or "")
+    directory = make_directory(Path(args.rendezvous or f"{output_dir}.hosts"))
+    check_software(directory, describe_software(launch, recipe, args.processes_per_host))
+    prepare_environment(words, launch, args.processes_per_host)
+    os.environ |= {
+        HOSTS: "{}:{}".format(*args.hosts),
+        ELASTIC_ID: directory.name,
+        NOTE: str(note),
+        "TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1",  # a new store for each start, because keys of an earlier one remain
+        "TORCH_ELASTIC_WORKER_IDENTICAL": "1",  # `check_software` compares the number of processes
+    }
+
+    def make_handler(parameters: RendezvousParameters) -> Hosts:
+        store = FileStore(str(directory / "store"))
+        store.set_timeout(timedelta(seconds=60))
+        timeout = RendezvousTimeout(timedelta(seconds=JOIN_SECONDS), timedelta(seconds=args.wait))
+        rendezvous = DynamicRendezvousHandler.from_backend(
+            parameters.run_id, store, SharedFiles(directory), *args.hosts, parameters.local_addr, timeout, BEAT, MISSED
+        )
+        return Hosts(rendezvous, note, output_dir, args.max_restarts)
+
+    rendezvous_handler_registry.register("shared-files", make_handler)
+    options = {
+        "nnodes": os.environ[HOSTS],
+        "nproc-per-node": args.processes_per_host,
+        "rdzv-backend": "shared-files",
+        "rdzv-endpoint": directory,
+        "rdzv-id": directory.name,
+        "max-restarts": 10**9,  # `Hosts` counts them, because torch also counts those after a lost host
+        "monitor-interval": 0.5,
+        "local-addr": args.address or own_address(),
+        "signals-to-handle": "SIGTERM,SIGINT,SIGHUP,SIGQUIT,SIGUSR1",
+        "shutdown-timeout": SHUTDOWN_SECONDS,
+    }
+    torchrun([*(f"--{name}={value}" for name, value in options.items()), *recipe])
+
+
+def main() -> None:
+    guard_output()
+    try:
+        with tempfile.TemporaryDirectory() as private:
+            run(*parse(), Path(private) / "user_error")
+    except UserError as error:
+        say("\n".join(f"error: {line}" for line in str(error).splitlines()))
+        sys.exit(2)
+    except SignalException:
+        say(f"host {HOST} leaves the run; the other hosts continue without it")
+        sys.exit(STOPPED)
+    except RendezvousClosedError:
+        say(f"this launch has ended; a new one needs a new {TOKEN}")
+    except RendezvousTimeoutError:
+        say(f"error: no place for host {HOST} among {sys.argv[1:3]} within {JOIN_SECONDS} s")
+        sys.exit(3)
+
+
+if __name__ == "__main__":
+    main()
