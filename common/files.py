@@ -17,8 +17,7 @@ import xxhash
 from filelock import FileLock, Timeout
 
 from common.errors import UserError
-from common.launcher import ELASTIC_ID
-from common.process import this_process
+from common.process import ELASTIC_ID, this_process
 
 PARTIAL = ".partial"
 LOCK = ".lock"

@@ -5,8 +5,6 @@ from pathlib import PurePath
 
 import psutil
 
-ELASTIC_ID = "ELASTIC_ID"  # environment variable of the processes of launchers/elastic.py: names the launch
-
 
 def find_launch_words(command: list[str]) -> list[str] | None:
     """Returns the words after `accelerate launch` in a process's command line, or None if it is a different command."""

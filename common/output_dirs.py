@@ -7,7 +7,7 @@ from pathlib import Path
 from filelock import FileLock, Timeout
 
 from common.errors import UserError
-from common.launcher import ELASTIC_ID
+from common.process import ELASTIC_ID
 
 # Seconds to wait for a lock. It may be held for some seconds by data workers of a killed run, or for an update by ranks
 # whose launcher has died.
@@ -24,7 +24,7 @@ def wait_for_lock(lock: FileLock, directory: Path) -> None:
             lock.acquire(timeout=seconds)
             return
         if is_elastic:
-            from common.parallel.elastic import take_over
+            from common.elastic_launch import take_over
 
             take_over(Path(lock.lock_file))
     raise UserError(f"--output_dir {directory}: another run writes there; end it, or use a different directory")

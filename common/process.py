@@ -11,6 +11,8 @@ from typing import Any
 
 from filelock import FileLock
 
+ELASTIC_ID = "ELASTIC_ID"  # environment variable of the processes of launchers/elastic.py: names the launch
+
 
 @dataclass
 class ProcessState:

@@ -68,12 +68,12 @@ class Run:
         raise_errors([*mistakes, *launch_checks.check_launch(self.launch_config, args, self.traits), *problems])
         self.accelerator = connect.make_accelerator(self.launch_config, args)
         self.device, self.is_sharded = self.accelerator.device, distributed_mode.is_sharded(self.accelerator)
-        if args.resume == "auto":
-            from common.checkpoint.auto_resume import resolve
-
-            resolve(args)
-        self.checkpoints, self.is_stopped = Checkpoints(args, self.accelerator), False
-        self.evaluations = Evaluations(self)
+        _resolve_auto(args)
+        self.checkpoints, self.is_stopped, self.evaluations = (
+            Checkpoints(args, self.accelerator),
+            False,
+            Evaluations(self),
+        )
 
     def begin(
         self,
@@ -253,6 +253,13 @@ class Run:
         if self.accelerator.is_main_process:
             tracking.print_results(self.results, self.output_dir, self.model_class, self.is_again, *extra_lines)
         shutdown.end_run(self.accelerator, NOTHING_TRAINED if tracking.describe_failure(self.results) else 0)
+
+
+def _resolve_auto(args: Arguments) -> None:
+    if args.resume == "auto":
+        from common.auto_resume import resolve
+
+        resolve(args)
 
 
 def _check_model(run: Run, config: Any, model_class: Any, tokenizer: Any, held_out: Samples | None) -> None:

@@ -49,14 +49,14 @@ ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(1, str(ROOT))
 
 from common.command_parser import CommandParser  # noqa: E402
+from common.elastic_launch import HOSTS, NOTE  # noqa: E402
 from common.errors import UserError, raise_errors  # noqa: E402
 from common.files import size_and_digest  # noqa: E402
 from common.internals.accelerate import read_launch  # noqa: E402
-from common.launcher import ELASTIC_ID  # noqa: E402
 from common.output import guard_output  # noqa: E402
 from common.parallel.channel import TOKEN  # noqa: E402
-from common.parallel.elastic import HOSTS, NOTE  # noqa: E402
 from common.parallel.launch import Launch, parse_launch  # noqa: E402
+from common.process import ELASTIC_ID  # noqa: E402
 from common.training.stop_signals import STOPPED  # noqa: E402
 from common.versions import versions  # noqa: E402
 

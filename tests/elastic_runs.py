@@ -156,7 +156,7 @@ class ElasticRun:
         return []
 
     def wait_for(self, is_reached, seconds=180):
-        """Waits until the last line of metrics.jsonl fulfils the condition, or the run has ended; raises TimeoutError."""
+        """Waits until the last metrics fulfil the condition, or a host has ended; raises TimeoutError."""
         deadline = time.monotonic() + seconds
         while time.monotonic() < deadline:
             lines = self.lines()

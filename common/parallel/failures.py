@@ -12,9 +12,8 @@ from typing import NoReturn
 from common.disk_errors import explain_disk_error, write_status_in_place
 from common.errors import UserError
 from common.files import find_lost_directory
-from common.launcher import ELASTIC_ID
 from common.parallel import liveness
-from common.process import this_process
+from common.process import ELASTIC_ID, this_process
 from common.redaction import cleaned
 
 LOST_STATUS = 3  # exit status of a process that ends because a different process died or failed
@@ -47,7 +46,7 @@ def exit_with_errors(problems: list[str]) -> NoReturn:
     """Prints each problem on a line of stderr, once per host, and ends the process with status 2."""
     problems = [cleaned(problem) for problem in problems]
     if ELASTIC_ID in os.environ and find_lost_directory() is None:
-        from common.parallel.elastic import note_user_error
+        from common.elastic_launch import note_user_error
 
         note_user_error("\n".join(problems))
     is_first = _is_first_of_host()

@@ -15,7 +15,8 @@ from accelerate.commands.config.config_args import default_config_file
 from accelerate.utils import parse_flag_from_env
 
 from common.internals.accelerate import read_launch
-from common.launcher import ELASTIC_ID, find_launch_words
+from common.launcher import find_launch_words
+from common.process import ELASTIC_ID
 from common.training.process_grid import ProcessGrid
 
 # Variables from which Accelerate reads the world size on a CPU if WORLD_SIZE is not set, with prefixes of related ones.
@@ -88,7 +89,7 @@ def find_launch() -> Launch:
         if (words := find_launch_words(command)) is not None:
             launch = parse_launch(words, process.environ())
             if ELASTIC_ID in os.environ:
-                from common.parallel.elastic import use_started_hosts
+                from common.elastic_launch import use_started_hosts
 
                 use_started_hosts(launch)
             return launch

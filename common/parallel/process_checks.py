@@ -8,9 +8,9 @@ import torch
 from accelerate import Accelerator
 
 from common.errors import UserError
-from common.launcher import ELASTIC_ID
 from common.parallel.distributed_mode import current_mode
 from common.parallel.launch import MPI, Launch, mpi_variables, runs_on_cpu, started_world_size
+from common.process import ELASTIC_ID
 
 
 def check_started(launch: Launch) -> list[str]:

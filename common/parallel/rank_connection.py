@@ -11,12 +11,11 @@ import psutil
 import torch.distributed as dist
 
 from common.errors import UserError
-from common.launcher import ELASTIC_ID
 from common.parallel import liveness
 from common.parallel.channel import is_single_host
 from common.parallel.failures import LOST_STATUS, exit_now
 from common.parallel.launch import Launch, runs_on_cpu
-from common.process import this_process
+from common.process import ELASTIC_ID, this_process
 
 
 def default_timeout(launch: Launch) -> float:

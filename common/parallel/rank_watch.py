@@ -30,7 +30,6 @@ from typing import Any
 import torch.distributed as dist
 
 from common.errors import UserError
-from common.launcher import ELASTIC_ID
 from common.parallel import failures
 from common.parallel.channel import (
     MOST_TEXT,
@@ -45,7 +44,7 @@ from common.parallel.channel import (
 )
 from common.parallel.failures import LOST_STATUS, MISTAKE_STATUS
 from common.parallel.rank_store import RankStore
-from common.process import this_process
+from common.process import ELASTIC_ID, this_process
 from common.training.process_grid import ProcessGrid
 
 GRACE = 1.0  # seconds until it is known whether an error occurs on all ranks, or is the result of a dead rank

@@ -2,18 +2,18 @@
 
 import os
 from pathlib import Path
+from typing import Any
 
-from common.launcher import ELASTIC_ID
-from common.parallel.launch import Launch, started_world_size
+from common.process import ELASTIC_ID
 
 HOSTS = "ELASTIC_HOSTS"  # environment variable: minimum and maximum number of hosts, such as 1:4
 NOTE = "ELASTIC_NOTE"  # environment variable: file in which the processes of this host write their own user errors
 
 
-def use_started_hosts(launch: Launch) -> None:
-    """Replaces the requested numbers of machines and processes by those of this start."""
+def use_started_hosts(launch: Any) -> None:
+    """Replaces the requested numbers of machines and processes by those of this start. launch: a `Launch`."""
     launch.num_machines = int(os.environ["GROUP_WORLD_SIZE"])
-    launch.machine_rank, launch.num_processes = int(os.environ["GROUP_RANK"]), started_world_size()
+    launch.machine_rank, launch.num_processes = int(os.environ["GROUP_RANK"]), int(os.environ["WORLD_SIZE"])
     if (launch.settings.get("parallelism_config_dp_shard_size") or 1) > 1:
         sizes = launch.sizes
         shards = launch.num_processes // (sizes["sp"] * sizes["tp"] * sizes["pp"])
