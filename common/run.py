@@ -64,16 +64,13 @@ class Run:
 
             planner.hand_over(args)
         on_cpu = launch.runs_on_cpu(self.launch_config)
-        mistakes = argument_checks.check_arguments(args, on_cpu, self.traits, self.launch_config.grid)
-        raise_errors([*mistakes, *launch_checks.check_launch(self.launch_config, args, self.traits), *problems])
+        flags = argument_checks.check_arguments(args, on_cpu, self.traits, self.launch_config.grid)
+        raise_errors([*flags, *launch_checks.check_launch(self.launch_config, args, self.traits), *problems])
         self.accelerator = connect.make_accelerator(self.launch_config, args)
         self.device, self.is_sharded = self.accelerator.device, distributed_mode.is_sharded(self.accelerator)
         _resolve_auto(args)
-        self.checkpoints, self.is_stopped, self.evaluations = (
-            Checkpoints(args, self.accelerator),
-            False,
-            Evaluations(self),
-        )
+        self.checkpoints, self.is_stopped = Checkpoints(args, self.accelerator), False
+        self.evaluations = Evaluations(self)
 
     def begin(
         self,
@@ -124,13 +121,12 @@ class Run:
         The model is then on the device, and wrapped, sharded or offloaded as the mode requires. Afterwards each rank
         draws different random numbers, for dropout. lines: the recipe's own lines of the summary, by label.
         """
-        args, accelerator = self.args, self.accelerator
+        args, accelerator, self.budget = self.args, self.accelerator, None
         apply_activation_checkpointing(model, args.activation_checkpointing, self.device)
         if args.compile or self.device.type == "cuda":
             from common.training.compilation import choose_kernels
 
             choose_kernels(self, model, train_set)
-        self.budget = None
         if args.shared("micro_batch_tokens") == "auto":
             from common.auto_micro_batch import start_budget
 

@@ -24,7 +24,8 @@ from contextlib import suppress
 from pathlib import Path
 
 import psutil
-from conftest import BIN, ROOT, base_env, make_model_dir, stdlib_functions, write_jsonl
+from conftest import BIN, ROOT, base_env, make_model_dir, quick_python, stdlib_functions, write_jsonl
+from running import children, program_of
 
 sys.path.insert(0, str(ROOT))
 
@@ -96,16 +97,16 @@ class ElasticRun:
 
     def __init__(self, cluster, directory, config, options, recipe, wait=2):
         self.cluster, self.directory, self.out = cluster, Path(directory), Path(directory) / "run"
-        self.launch = [BIN / "python", "launchers/elastic.py", "--hosts", f"1:{cluster.num_hosts}", "--wait", wait]
+        self.launch = ["launchers/elastic.py", "--hosts", f"1:{cluster.num_hosts}", "--wait", wait]
         self.launch += ["--processes_per_host", 1]
         self.recipe = ["accelerate", "launch", "--config_file", f"accelerate_configs/{config}.yaml", *options, *recipe]
         self.recipe += ["--output_dir", self.out, "--resume", "auto"]
         self.processes, self.logs = {}, {}
 
-    def start(self, host, cwd=ROOT):
+    def start(self, host, cwd=ROOT, python=None):
         log = self.logs.setdefault(host, self.directory / f"host{host}.log")
         address = ["--address", self.cluster.address(host)]
-        command = self.cluster.command(host, *self.launch, *address, *self.recipe)
+        command = self.cluster.command(host, python or quick_python(), *self.launch, *address, *self.recipe)
         env = base_env() | {"LAUNCH_TOKEN": f"{self.directory}-one-secret-of-all", "TQDM_DISABLE": "1"}
         with open(log, "a") as file:
             self.processes[host] = subprocess.Popen(
@@ -113,10 +114,10 @@ class ElasticRun:
             )
 
     def all_of(self, host):
-        """The processes of a host; those that one of them started come after it."""
-        with suppress(psutil.Error):
+        """The processes of a host, of each client of tests/recipe_server.py also the process that it stands for."""
+        with suppress(psutil.Error, FileNotFoundError):
             launcher = psutil.Process(self.processes[host].pid)
-            return [launcher, *launcher.children(recursive=True)]
+            return list(dict.fromkeys(two for one in [launcher, *children(launcher)] for two in (program_of(one), one)))
         return []
 
     def signal_all(self, host, number):
@@ -133,7 +134,7 @@ class ElasticRun:
         if kind == "freeze":
             return self.signal_all(host, signal.SIGSTOP)
         if kind == "leave":
-            psutil.Process(self.processes[host].pid).send_signal(signal.SIGTERM)
+            program_of(self.processes[host]).send_signal(signal.SIGTERM)
             self.processes.pop(host).wait(timeout=120)
             return None
         if kind == "cut":  # no packet of its death leaves the host
