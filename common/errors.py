@@ -57,15 +57,6 @@ def as_user_error(error: Exception, location: object, fix: str) -> UserError:
     return error if isinstance(error, UserError) else UserError(text)
 
 
-@contextmanager
-def reading(location: object, fix: str = "fix or remove the row") -> Iterator[None]:
-    """Context manager for malformed input: any error inside becomes a UserError with the location and the fix."""
-    try:
-        yield
-    except Exception as error:  # the type depends on the library and on the value
-        raise as_user_error(error, location, fix) from error
-
-
 def with_location(error: Exception) -> str:
     """Returns the error on one line, with the file and line that raised it unless it is a UserError."""
     frames = traceback.extract_tb(error.__traceback__)

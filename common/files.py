@@ -139,11 +139,7 @@ def complete_or_absent(
 def find_lost_directory() -> Path | None:
     """Returns an output directory that was deleted, moved or taken over although this process locked it, or None."""
     for directory, inode in this_process().lock_inodes.items():
-        try:
-            is_lost = (directory / LOCK).stat().st_ino != inode
-        except FileNotFoundError:
-            is_lost = True
-        if is_lost:
+        if not (path := directory / LOCK).exists() or path.stat().st_ino != inode:
             return directory
     return None
 

@@ -12,6 +12,7 @@ from quick import imported
 LAYERS = [
     "redaction",
     "errors",
+    "reading",
     "command_parser",
     "broken_versions",
     "versions",

@@ -21,26 +21,11 @@ from common.files import PAGE
 
 FORMAT = 3  # format 2 has no ranges of columns, format 1 no XXH3
 MANIFEST = "manifest.json"
-DTYPES = {  # names in the safetensors format
-    "F64": torch.float64,
-    "F32": torch.float32,
-    "F16": torch.float16,
-    "BF16": torch.bfloat16,
-    "I64": torch.int64,
-    "I32": torch.int32,
-    "I16": torch.int16,
-    "I8": torch.int8,
-    "U64": torch.uint64,
-    "U32": torch.uint32,
-    "U16": torch.uint16,
-    "U8": torch.uint8,
-    "BOOL": torch.bool,
-    "F8_E4M3": torch.float8_e4m3fn,
-    "F8_E4M3FNUZ": torch.float8_e4m3fnuz,
-    "F8_E5M2": torch.float8_e5m2,
-    "F8_E5M2FNUZ": torch.float8_e5m2fnuz,
-    "C64": torch.complex64,
-}
+# Names in the safetensors format, and in torch.
+_NAMES = "F64 F32 F16 BF16 I64 I32 I16 I8 U64 U32 U16 U8 BOOL F8_E4M3 F8_E4M3FNUZ F8_E5M2 F8_E5M2FNUZ C64"
+_TORCH_NAMES = """float64 float32 float16 bfloat16 int64 int32 int16 int8 uint64 uint32 uint16 uint8 bool
+    float8_e4m3fn float8_e4m3fnuz float8_e5m2 float8_e5m2fnuz complex64"""
+DTYPES = {name: getattr(torch, own) for name, own in zip(_NAMES.split(), _TORCH_NAMES.split(), strict=True)}
 DTYPE_NAMES = {dtype: name for name, dtype in DTYPES.items()}
 CHUNK = 16 << 20  # bytes written and hashed at a time
 

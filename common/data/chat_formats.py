@@ -9,7 +9,8 @@ from common.data.messages import history_of, with_system
 from common.data.row_texts import text_of
 from common.data.source_types import Corpus, Row, Source
 from common.data.sources import PAIR, names_decide
-from common.errors import UserError, reading
+from common.errors import UserError
+from common.reading import reading
 
 CONVERSATIONS = ("conversations", "conversation")  # column names of ShareGPT
 ALPACA = ("instruction", "output")  # some rows also have an `input`

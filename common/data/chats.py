@@ -14,7 +14,8 @@ from common.data.limited_process import LimitedProcess, LimitExceeded
 from common.data.messages import Chat, function_names, read_chat
 from common.data.source_types import Row
 from common.data.tokenizer import Encoded, encode_plain
-from common.errors import UserError, one_line, reading
+from common.errors import UserError, one_line
+from common.reading import reading
 
 CHATML = Path(__file__).with_name("chatml.jinja")
 MAX_TEMPLATE_BYTES = 1 << 20

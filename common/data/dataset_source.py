@@ -12,8 +12,9 @@ from common.data.dataset_card import check_cards
 from common.data.hub import is_saved, load_split
 from common.data.source_types import FILE_TYPES, Corpus, Row, Source, file_type
 from common.data.table_readers import with_class_names
-from common.errors import UserError, one_line, reading
+from common.errors import UserError, one_line
 from common.internals.datasets import content_hash
+from common.reading import reading
 
 logger = logging.getLogger(__name__)
 

@@ -90,6 +90,10 @@ class Mixed:
         sizes = self.mixing.weights if self.mixing else [part.num_target_tokens for part in self._all]
         return [Fraction(size, sum(sizes)) for size in sizes]
 
+    def describe_epochs(self, num_samples: int) -> str:
+        """Returns the number of epochs of each source in a run of `num_samples`, as text."""
+        return ", ".join(f"{source['epochs']:.2f} of {source['source']}" for source in self.facts(num_samples))
+
     def facts(
         self, num_samples: int = 0, earlier: Sequence[tuple[int, list[dict[str, Any]]]] = ()
     ) -> list[dict[str, Any]]:

@@ -14,7 +14,8 @@ from typing import Any
 from common.data.chat_formats import CONVERSATIONS, read_turns
 from common.data.preference_rows import ANSWERS
 from common.data.source_types import Corpus, Row
-from common.errors import UserError, reading
+from common.errors import UserError
+from common.reading import reading
 
 TAG = "kto_tag"  # LLaMA-Factory's column of labels
 

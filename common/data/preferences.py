@@ -22,7 +22,8 @@ from common.data.row_texts import batches
 from common.data.source_types import Corpus, Row, Source
 from common.data.sources import check_columns, open_source
 from common.data.tokenizer import Encoded
-from common.errors import UserError, reading
+from common.errors import UserError
+from common.reading import reading
 
 
 def columns_of(corpus: Corpus) -> tuple[str, ...]:

@@ -10,7 +10,8 @@ from tokenizers import normalizers
 from transformers import AutoTokenizer, PreTrainedTokenizerBase
 
 from common.data.hub import locate_pretrained
-from common.errors import UserError, one_line, reading
+from common.errors import UserError, one_line
+from common.reading import reading
 
 MAX_GROWTH = 100  # factor by which a normalizer may lengthen a text; those of known tokenizers: at most 18
 

@@ -10,8 +10,9 @@ from typing import Any
 
 from transformers import GenerationConfig, PreTrainedConfig, PreTrainedModel
 
-from common.errors import UserError, raise_errors, reading
+from common.errors import UserError, raise_errors
 from common.models.untrained import empty_model
+from common.reading import reading
 
 MAX_REPEATS = 10_000  # layers, experts, ...; the modules of more would take longer to build than a user waits
 MAX_PARAMETERS = 10**14  # no machine trains more

@@ -148,8 +148,7 @@ def _describe_length(args: Arguments, train: GlobalBatches) -> tuple[str, float]
     if train.mixing is None:
         epochs = f"{args.num_updates / len(train):.2f} epochs of {len(train):,} updates"
         return f"{args.num_updates:,} = {epochs}", samples.num_target_tokens / len(train)
-    sources = samples.facts(args.num_updates * train.global_batch_size)
-    epochs = ", ".join(f"{source['epochs']:.2f} of {source['source']}" for source in sources)
+    epochs = samples.describe_epochs(args.num_updates * train.global_batch_size)
     return f"{args.num_updates:,}, epochs: {epochs}", samples.mean_targets * train.global_batch_size
 
 

@@ -62,9 +62,8 @@ class ProcessGrid:
         """Returns the number of processes or groups with their own samples, as text."""
         if self.num_processes == self.data_parallel:
             return f"{self.num_processes} processes"
-        if self.pipeline > 1:
-            return f"{self.data_parallel} pipeline{'s' * (self.data_parallel > 1)} of {self.pipeline} processes"
-        return f"{self.data_parallel} group{'s' * (self.data_parallel > 1)} of {self.group_size} processes"
+        kind, size = ("pipeline", self.pipeline) if self.pipeline > 1 else ("group", self.group_size)
+        return f"{self.data_parallel} {kind}{'s' * (self.data_parallel > 1)} of {size} processes"
 
 
 def set_current_grid(grid: ProcessGrid) -> None:

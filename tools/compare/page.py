@@ -11,7 +11,7 @@ import jinja2
 import plotly.graph_objects as go
 from plotly.subplots import make_subplots
 
-from common.errors import reading
+from common.reading import reading
 from common.report import curves
 from tools.compare.runs import OMIT, RecordedRun
 

@@ -7,7 +7,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from common.errors import UserError, raise_errors, reading
+from common.errors import UserError, raise_errors
+from common.reading import reading
 from common.redaction import redact
 from common.report import curves
 from common.report.killed_runs import describe_killed

@@ -26,7 +26,8 @@ from common.data.source_types import Corpus, Row, Source
 from common.data.sources import check_columns
 from common.data.token_store import TokenStore, TokenWriter
 from common.data.tokenizer import Encoded, no_more_threads, tokenizer_identity
-from common.errors import UserError, reading
+from common.errors import UserError
+from common.reading import reading
 from common.tasks.dpo.losses import Objective
 from common.tasks.dpo.preferences import pad_rows, view_of
 

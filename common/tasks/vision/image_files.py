@@ -17,8 +17,9 @@ import numpy as np
 from PIL import Image, ImageOps
 
 from common.data.hub import held_out_splits, load_split
-from common.errors import UserError, one_line, raise_errors, reading, shorten
+from common.errors import UserError, one_line, raise_errors, shorten
 from common.internals.datasets import content_hash
+from common.reading import reading
 
 SUFFIXES = (".png", ".jpg", ".jpeg", ".bmp", ".gif", ".webp", ".tif", ".tiff", ".ppm", ".pgm")
 # Formats of these suffixes. Pillow would otherwise use the contents: for an .eps named .png, it starts Ghostscript.
