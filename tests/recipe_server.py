@@ -122,6 +122,11 @@ def import_all():
 
         measure_cpu_once()
         cpuinfo.get_cpu_info()
+    from common.models.load import write_sample
+    from common.versions import versions
+
+    write_sample.__defaults__ = (4,)  # tokens; 100 take as long as all else that a short run does
+    versions.cache_clear()  # a test may have installed others
     from transformers.conversion_mapping import get_checkpoint_conversion_mapping
 
     get_checkpoint_conversion_mapping("llama")  # compiles a thousand patterns, and keeps them
