@@ -12,6 +12,7 @@ library's script. A test that kills a launcher alone must take the real one itse
 The server ends when its stdin does.
 """
 
+import atexit
 import contextlib
 import ctypes
 import gc
@@ -24,6 +25,7 @@ import selectors
 import signal
 import socket
 import sys
+import threading
 from importlib.util import find_spec
 from pathlib import Path
 
@@ -120,6 +122,11 @@ def import_all():
 
         measure_cpu_once()
         cpuinfo.get_cpu_info()
+    from common.models.load import write_sample
+    from common.versions import versions
+
+    write_sample.__defaults__ = (4,)  # tokens; 100 take as long as all else that a short run does
+    versions.cache_clear()  # a test may have installed others
     from transformers.conversion_mapping import get_checkpoint_conversion_mapping
 
     get_checkpoint_conversion_mapping("llama")  # compiles a thousand patterns, and keeps them
@@ -253,6 +260,21 @@ def set_signals(blocked, ignored):
     signal.pthread_sigmask(signal.SIG_SETMASK, blocked)
 
 
+def leave(code):
+    """Ends with what `sys.exit` was given, as Python does, but frees nothing: to take apart all that the server has
+    imported takes a second of processor time. Returns if a stream cannot be flushed; then Python says so."""
+    if code is not None and not isinstance(code, int):
+        print(code, file=sys.stderr)
+        code = 1
+    threading._shutdown()
+    atexit._run_exitfuncs()
+    with contextlib.suppress(OSError, ValueError):
+        sys.stdout.flush()
+        sys.stderr.flush()
+        os._exit((code or 0) & 0xFF)
+    sys.exit(code)
+
+
 def become(directory, paths, pid, blocked, ignored, options, words, cwd, env):
     """The program that a new Python with these words would be, started by a process."""
     os.setsid()
@@ -278,12 +300,15 @@ def become(directory, paths, pid, blocked, ignored, options, words, cwd, env):
             runpy.run_module(words[1], run_name="__main__", alter_sys=True)
         else:
             runpy.run_path(words[0], run_name="__main__")
+    except SystemExit as end:
+        leave(end.code)
     except Exception as error:
         trace = error.__traceback__
         while trace and trace.tb_frame.f_code.co_filename in (__file__, "<frozen runpy>"):
             trace = trace.tb_next
         sys.excepthook(type(error), error.with_traceback(trace), trace)
-        sys.exit(1)
+        leave(1)
+    leave(0)
 
 
 def main():

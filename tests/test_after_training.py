@@ -3,14 +3,15 @@
 import json
 import shutil
 
+import numpy as np
 import pytest
 import torch
 from conftest import BIN, ROOT, read_metrics, run, run_recipe_alone, run_specs, told, write_rows
 from safetensors.torch import load_file, save_file
-from transformers import AutoModelForSeq2SeqLM
+from transformers import AutoModelForSeq2SeqLM, GPT2Config, GPT2LMHeadModel
 
 from common.errors import UserError
-from common.models.load import load_config
+from common.models.load import load_config, write_sample
 
 RECIPES = sorted(path.stem for path in (ROOT / "recipes").glob("*.py"))
 ALONE = [name for name in RECIPES if name != "pipeline"]  # which needs two processes
@@ -160,6 +161,15 @@ def nan_model(model_dir, tmp_path_factory):
     weights[name] = torch.full_like(weights[name], float("nan"))
     save_file(weights, path / "model.safetensors", metadata={"format": "pt"})
     return path
+
+
+@pytest.mark.parametrize(("positions", "num_tokens"), [(20, 20), (12, 12), (200, 116)])
+def test_a_sample_ends_at_the_models_last_position(positions, num_tokens, tokenizer, monkeypatch):
+    """Of up to 16 tokens of data and 100 more; tests/recipe_server.py lets runs write fewer."""
+    config = GPT2Config(vocab_size=len(tokenizer), n_embd=8, n_layer=1, n_head=1, n_positions=positions)
+    config.eos_token_id = config.pad_token_id = None
+    monkeypatch.setattr(tokenizer, "decode", lambda tokens, **_: tokens)
+    assert len(write_sample(GPT2LMHeadModel(config), tokenizer, [(np.arange(30),)])) == num_tokens
 
 
 def status_of(output_dir):

@@ -4,6 +4,7 @@ import base64
 import hashlib
 import json
 import os
+import re
 import shutil
 import socket
 import threading
@@ -298,12 +299,16 @@ def test_an_adapter_whose_base_nobody_else_has_is_told(is_here, finished, hub, t
 
 
 def test_what_cannot_be_uploaded_is_told(finished, hub, tmp_path, monkeypatch):
-    assert_told(push(tmp_path, "me/x", hub.address), "has no finished model/; name the --output_dir of a run")
-    (tmp_path / "run.json").write_text(json.dumps({"status": "stopped after update 3"}))
-    assert_told(push(tmp_path, "me/x", hub.address), "(status: stopped after update 3)")
-    (tmp_path / "run.json").write_text('{"bad')
-    assert_told(push(tmp_path, "me/x", hub.address), "has no finished model/; name the --output_dir of a run")
-    assert_told(push(finished, "me/x/y", hub.address), "give a name such as me/my-model")
+    no_model = "has no finished model/; name the --output_dir of a run"
+    assert_told(push(tmp_path, "me/x", hub.address), no_model)
+    cases = [('{"bad', no_model)]
+    cases.append((json.dumps({"status": "stopped after update 3"}), "(status: stopped after update 3)"))
+    for record, words in cases:
+        (tmp_path / "run.json").write_text(record)
+        with pytest.raises(UserError, match=re.escape(words)):
+            push_here(tmp_path, "me/x", hub.address, monkeypatch)
+    with pytest.raises(UserError, match="give a name such as me/my-model"):
+        push_here(finished, "me/x/y", hub.address, monkeypatch)
     with socket.socket() as nobody:
         nobody.bind(("127.0.0.1", 0))
         address = f"http://127.0.0.1:{nobody.getsockname()[1]}"

@@ -104,8 +104,8 @@ def describe_use(
 
 
 @torch.no_grad()
-def write_sample(model: Any, tokenizer: Any, samples: Samples) -> str:
-    """Returns text that the model generates after the first tokens of the first sample; requires unsharded weights."""
+def write_sample(model: Any, tokenizer: Any, samples: Samples, length: int = 100) -> str:
+    """Returns up to `length` tokens of text that the model, unsharded, generates after the first sample's beginning."""
     if current_grid().sequence > 1:
         from common.parallel import sequence
 
@@ -115,7 +115,7 @@ def write_sample(model: Any, tokenizer: Any, samples: Samples) -> str:
     model.eval()
     written = model.generate(
         input_ids,
-        max_new_tokens=min(100, positions - input_ids.shape[1]),
+        max_new_tokens=min(length, positions - input_ids.shape[1]),
         do_sample=True,
         temperature=0.8,
         top_p=0.95,
