@@ -74,9 +74,8 @@ def _resolve_batch(args: Arguments, on_cpu: bool, traits: Traits, grid: ProcessG
 
 def check_output_dir(path: Path, overwrite: bool, is_locked: bool = False) -> list[str]:
     """Returns one line if the run cannot use this directory, or []. is_locked: whether this process holds its lock."""
-    if path.exists() and not path.is_dir():
-        return [f"--output_dir {path} is a file; name a directory"]
-    if path.is_dir() and any(entry.name != LOCK and not entry.name.endswith(PARTIAL) for entry in path.iterdir()):
+    entries = path.iterdir() if path.is_dir() else [path] * path.exists()
+    if any(entry.name != LOCK and not entry.name.endswith(PARTIAL) for entry in entries):
         from common.rare_arguments import describe_occupied
 
         if problem := describe_occupied(path, overwrite, is_locked):

@@ -89,7 +89,7 @@ def _digits(text: str) -> int:
 
 
 def _updates_or_epochs(text: str) -> int | str:
-    """Returns an integer >= 0, or whole epochs, such as "1epoch", as text for `epochs.resolve`."""
+    """Returns an integer >= 0, or whole epochs, such as "1epoch", or "auto", as text for `epochs.resolve`."""
     from common.training.epochs import EPOCHS
 
     return text if EPOCHS.fullmatch(text) else _digits(text)
@@ -98,11 +98,6 @@ def _updates_or_epochs(text: str) -> int | str:
 positive = _number("an integer > 0", _digits, lambda number: number > 0)
 not_negative = _number("an integer >= 0", _digits, lambda number: True)
 updates_or_epochs = _number("an integer >= 0, nor epochs such as 1epoch", _updates_or_epochs, lambda number: True)
-save_every = _number(
-    "an integer >= 0, epochs such as 1epoch, nor auto",
-    lambda text: text if text == "auto" else _updates_or_epochs(text),
-    lambda value: True,
-)
 positive_float = _number("a finite number > 0", float, lambda number: 0 < number < float("inf"))
 not_negative_float = _number("a finite number >= 0", float, lambda number: 0 <= number < float("inf"))
 # Each rank adds its index to the seed, and numpy's limit is 2**32 - 1.
@@ -154,9 +149,9 @@ def _add_run(parser: ArgumentParser) -> None:
     add("--report_to", about, nargs="+", default=[], metavar="TRACKER")
 
     add = parser.add_group("stop and resume")
-    about = "write a checkpoint every N updates, or every N epochs (such as 1epoch), and at the end; 0: only on a stop"
-    about += "; auto: as often as the cost of a save and the failures so far require"
-    add("--save_every", about, type=save_every, default=500, metavar="N")
+    about = "write a checkpoint every N updates or epochs (such as 1epoch), and at the end; 0: only on a stop; "
+    about += "auto: at intervals that follow from the cost of a save and the failures so far"
+    add("--save_every", about, type=updates_or_epochs, default=500, metavar="N")
     add("--keep_last", "number of newest checkpoints to keep, at least 2", type=positive, default=2, metavar="K")
     about = "save at each new lowest validation loss, and keep that checkpoint too; requires --eval_every"
     add("--keep_best", about, **switch)

@@ -51,12 +51,6 @@ def one_line(error: BaseException) -> str:
     return textwrap.shorten(" ".join(str(error).split()) or type(error).__name__, 300, placeholder=" ...")
 
 
-def as_user_error(error: Exception, location: object, fix: str) -> UserError:
-    """Returns the error of a library about malformed input as a UserError; a UserError is returned unchanged."""
-    text = f"{location}: cannot be used ({type(error).__name__}: {one_line(error)}); {fix}"
-    return error if isinstance(error, UserError) else UserError(text)
-
-
 def with_location(error: Exception) -> str:
     """Returns the error on one line, with the file and line that raised it unless it is a UserError."""
     frames = traceback.extract_tb(error.__traceback__)

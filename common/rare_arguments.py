@@ -156,6 +156,8 @@ def _check_data(args: Arguments) -> Iterator[str]:
 
 def describe_occupied(path: Path, overwrite: bool, is_locked: bool) -> str | None:
     """Returns a line if a non-empty directory cannot be used for output. is_locked: whether this process locked it."""
+    if not path.is_dir():
+        return f"--output_dir {path} is a file; name a directory"
     if not (path / "run.json").is_file():
         return f"--output_dir {path} is not empty and holds no run; name another directory"
     if overwrite:

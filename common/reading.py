@@ -3,7 +3,13 @@
 from collections.abc import Iterator
 from contextlib import contextmanager
 
-from common.errors import as_user_error
+from common.errors import UserError, one_line
+
+
+def as_user_error(error: Exception, location: object, fix: str) -> UserError:
+    """Returns the error of a library about malformed input as a UserError; a UserError is returned unchanged."""
+    text = f"{location}: cannot be used ({type(error).__name__}: {one_line(error)}); {fix}"
+    return error if isinstance(error, UserError) else UserError(text)
 
 
 @contextmanager

@@ -18,8 +18,9 @@ from safetensors import safe_open
 
 from common.checkpoint.format import DTYPE_NAMES, DTYPES, FORMAT, MANIFEST, hash_of
 from common.checkpoint.training_state import TrainingState
-from common.errors import UserError, as_user_error, one_line
+from common.errors import UserError, one_line
 from common.files import PARTIAL, remove
+from common.reading import as_user_error
 from common.training.optimizers import OPTIMIZERS
 
 # Hash functions of the files; format 1 uses SHA-256.

@@ -129,9 +129,8 @@ class Checkpoints:
         request, or the end of a write, that comes later in the update counts in the next update.
         """
         written = self.writer.is_written()  # before `failed`, so that a write that fails now does not count as written
-        is_due = self.interval is not None and self.interval.is_due(state)
-        failed = self.writer.failure() is not None
-        return {"stop_requested": stop.is_requested, "failed": failed, "written": written, "save_due": is_due}
+        sums = {"save_due": self.interval is not None and self.interval.is_due(state), "written": written}
+        return sums | {"stop_requested": stop.is_requested, "failed": self.writer.failure() is not None}
 
     @record_function("checkpoint")  # name in a profiler trace
     def update_done(self, state: TrainingState, model: torch.nn.Module, optimizer: Any, sums: dict[str, float]) -> bool:

@@ -18,7 +18,8 @@ from common.data.chat_forms import END_MARK, Part, forms_of, missing_parts, prin
 from common.data.limited_process import serve
 from common.data.messages import Chat, Message, arguments_of, with_json_arguments
 from common.data.row_texts import utf8_length
-from common.errors import UserError, as_user_error, one_line
+from common.errors import UserError, one_line
+from common.reading import as_user_error
 
 GENERATION_TAG = re.compile(r"\{%-?\s*generation\s*-?%\}")  # begins the assistant's text in a chat template
 TAG = re.compile(r"</?\w+>")  # around thoughts; templates write their own

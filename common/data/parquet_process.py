@@ -9,7 +9,8 @@ from typing import TYPE_CHECKING, Any
 
 from common.data.limited_process import serve
 from common.data.row_errors import too_large
-from common.errors import UserError, as_user_error, one_line
+from common.errors import UserError, one_line
+from common.reading import as_user_error
 
 if TYPE_CHECKING:
     import pyarrow

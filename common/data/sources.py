@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from common.data.source_types import FILE_TYPES, Corpus, Row, Source, expand, file_type
-from common.errors import UserError, as_user_error, raise_errors
+from common.errors import UserError, raise_errors
 
 PAIR = ("prompt", "completion")
 
@@ -84,6 +84,8 @@ def _read_file(
         for row in reader:
             yield row
     except Exception as error:  # the type depends on the library and on the damage
+        from common.reading import as_user_error
+
         raise as_user_error(error, f"{path}: after {row.where}" if row else path, "replace the file") from error
     if row is None:
         raise UserError(f"{path}: the file holds no row; leave it out or fill it")

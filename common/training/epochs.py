@@ -4,7 +4,9 @@ import argparse
 import math
 import re
 
-EPOCHS = re.compile(r"([1-9]\d*)epochs?")
+from common.errors import UserError
+
+EPOCHS = re.compile(r"([1-9]\d*)epochs?|auto")
 
 
 def resolve(args: argparse.Namespace, updates_per_epoch: int) -> None:
@@ -14,5 +16,8 @@ def resolve(args: argparse.Namespace, updates_per_epoch: int) -> None:
         args.num_updates = math.ceil(round(args.num_epochs * updates_per_epoch, 6))
     for name in ("eval_every", "save_every"):
         value = getattr(args, name)
-        if isinstance(value, str) and value != "auto":  # such as "2epochs"
+        if value == "auto":
+            if name == "eval_every":
+                raise UserError("--eval_every auto: only --save_every can be auto; pass a number of updates or epochs")
+        elif isinstance(value, str):  # such as "2epochs"
             setattr(args, name, int(value.partition("epoch")[0]) * updates_per_epoch)
