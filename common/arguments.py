@@ -56,7 +56,7 @@ class ArgumentParser(argparse.ArgumentParser):
             from common.parallel.failures import exit_with_errors
 
             exit_with_errors(explain_unknown(unknown, sys.argv[1:] if args is None else args, flags_of(self)))
-        if any(len(os.fsencode(word)) > 255 for word in (sys.argv if args is None else args)):  # the longest file name
+        if any("://" in word or len(os.fsencode(word)) > 255 for word in (sys.argv if args is None else args)):
             from common.rare_arguments import check_paths
 
             check_paths(parsed)

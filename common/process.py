@@ -24,6 +24,7 @@ class ProcessState:
     note_failure: Callable[[str], None] | None = None  # writes a failure, as a line of text, as the status in run.json
     explain_error: Callable[[BaseException], None] | None = None  # adds a note with advice to an error
     rank_watch: Any = None  # the `rank_watch.RankWatch` of a launch with several processes, until this process leaves
+    remote: Any = None  # the `remote_output.RemoteOutput` on rank 0, if --output_dir is a URL
     num_watches: int = 0  # each connection to the other ranks increases it
     output_locks: dict[Path, FileLock] = field(default_factory=dict)  # by output directory; held until the process ends
     lock_inodes: dict[Path, int] = field(default_factory=dict)  # inode of each lock file when it was locked

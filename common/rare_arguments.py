@@ -12,6 +12,7 @@ from accelerate.tracking import LOGGER_TYPE_TO_CLASS, get_available_trackers
 
 from common.errors import UserError, main_logger, raise_errors
 from common.files import LOCK, remove
+from common.process import this_process
 from common.training.process_grid import ProcessGrid
 from common.training.recipe_traits import Arguments, Traits, given_flags
 
@@ -58,7 +59,7 @@ def resolve_micro_batch_size(
 
 
 def check_paths(args: argparse.Namespace) -> None:
-    """Raises UserError: the value of a flag for files is too long for a path."""
+    """Uses URLs (see `remote_output.use_urls`). Raises UserError: the value of a flag for files is too long."""
     flags = "output_dir train_file validation_file train_dir validation_dir dataset_name model_name_or_path teacher"
     flags += " chat_template"
     values = {name: vars(args).get(name) or [] for name in flags.split()}
@@ -71,6 +72,10 @@ def check_paths(args: argparse.Namespace) -> None:
                 if error.errno == errno.ENAMETOOLONG:
                     problems.append(f"--{name} {path[:60]}...: {os.strerror(error.errno).lower()}; name a shorter path")
     raise_errors(problems)
+    if "://" in " ".join([args.output_dir or "", *(values["train_file"]), *values["validation_file"]]):
+        from common.remote_output import use_urls
+
+        use_urls(args)
 
 
 def describe_length(args: argparse.Namespace) -> str:
@@ -124,7 +129,8 @@ def check_combinations(args: Arguments, on_cpu: bool) -> Iterator[str]:
         yield "--resume continues the run that --overwrite deletes; pass only one"
     elif args.resume is True and os.environ.get("RANK", "0") == "0":  # the other ranks use the result of the first
         # A running process may still write its first checkpoint: `Checkpoints.find` waits for it.
-        if not any((Path(args.output_dir) / name).exists() for name in ("checkpoints", LOCK)):
+        is_here = any((Path(args.output_dir) / name).exists() for name in ("checkpoints", LOCK))
+        if not is_here and this_process().remote is None:
             yield (
                 f"--resume: {args.output_dir} has no checkpoints; name the --output_dir of the run to continue, "
                 "or start anew without --resume"
@@ -234,10 +240,15 @@ def select_sources(args: Arguments, columns: dict[str, Any]) -> "tuple[Source | 
         from common.data.chats import read_chat_template
 
         columns["chat_template"] = read_chat_template(args.chat_template)
-    train = training_files(args.train_file, **columns) if args.train_file else None
+    given = args.train_file, args.validation_file
+    if "://" in " ".join([*given[0], *given[1]]):
+        from common.remote import local_files
+
+        given = local_files("--train_file", given[0]), local_files("--validation_file", given[1])
+    train = training_files(given[0], **columns) if given[0] else None
     is_mixed = train is not None and bool(train.weights)
     raise_errors(find_flag_problems(args) if is_mixed else [])
-    validation = held_out_files(args.validation_file, is_mixed, **columns) if args.validation_file else None
+    validation = held_out_files(given[1], is_mixed, **columns) if given[1] else None
     if args.dataset_name:
         from common.data.hub import held_out_splits
         from common.packages import find_missing

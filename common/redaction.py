@@ -10,7 +10,7 @@ HIDDEN = "(not shown)"
 # Ends of names of secrets. Tokens of a tokenizer (pad_token) and numbers of tokens (experts_per_token) are not secrets.
 NAME = r"(?<!per[_-])(?<!pad_)(?<!bos_)(?<!eos_)(?<!unk_)(?<!cls_)(?<!sep_)(?<!mask_)(?<!stop_)token"
 NAME = rf"(?:{NAME}|key|password|passwd|passphrase|secret|credentials?|signature|(?<![a-z0-9])(?:pwd|pat|auth|sig))"
-VARIABLE = re.compile("TOKEN|SECRET|PASSW|CREDENTIAL")  # in the name of an environment variable
+VARIABLE = re.compile("TOKEN|SECRET|PASSW|CREDENTIAL|ACCESS_KEY")  # in the name of an environment variable
 ORDINARY = "true false none null default auto enabled disabled offline online".split()  # values that are no secrets
 VALUE = rf"(?!{re.escape(HIDDEN)})[^\s&'\",;]+?(?=:?(?:[\s&'\",;]|$))"
 PATTERNS = {

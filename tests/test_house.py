@@ -35,6 +35,7 @@ LAYERS = [
     "report",
     "checkpoint",
 ]
+LAYERS += ["remote", "remote_resume", "remote_output"]
 LAYERS += [
     "default_output_dir",
     "rare_arguments",

@@ -34,6 +34,7 @@ from common.files import lock_output_dir
 from common.parallel.connect import seed_everything
 from common.parallel.liveness import decided_by_main, wait_for_all
 from common.parallel.rank_store import is_soon
+from common.process import this_process
 from common.versions import versions
 
 
@@ -47,6 +48,7 @@ def find_own(checkpoints: Any, identity: dict[str, Any], size_flags: Iterable[st
     args, ranks, accelerator = checkpoints.args, checkpoints.ranks, checkpoints.accelerator
     if not args.dry_run:
         ranks.together(lambda: lock_output_dir(ranks.output_dir), only_main=True)
+    decided_by_main("remote", lambda: this_process().remote and this_process().remote.fetch())
     reader = find_valid(ranks, checkpoints.writer.corrupted)
     if line := keep_warmup(args, reader.manifest, identity):
         accelerator.print(line)

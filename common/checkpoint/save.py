@@ -1,8 +1,5 @@
 """Checkpoints for the training loop: atomic, in the same format for every mode, resumed bit for bit.
 
-    python -m tools.checkpoint list OUTPUT_DIR
-    python -m tools.checkpoint export OUTPUT_DIR/checkpoints/update-000100 DIR
-
 A checkpoint is a directory of safetensors and JSON; format.py describes its contents.
 """
 

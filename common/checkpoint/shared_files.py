@@ -63,7 +63,8 @@ def share_output_dir(ranks: Agreement, args: argparse.Namespace) -> None:
     is_seen = is_soon(written.exists)
     line = (
         f"--output_dir {ranks.output_dir}: a file that rank 0 on host {host} wrote there is not seen on host "
-        f"{socket.gethostname()}; pass the absolute path of a directory that all hosts share"
+        f"{socket.gethostname()}; pass the absolute path of a directory that all hosts share, or "
+        "with a URL set XDG_CACHE_HOME to one"
     )
     ranks.raise_first(None if is_seen else line)
     if token is not None:

@@ -22,6 +22,7 @@ from common.checkpoint.agreement import Agreement
 from common.checkpoint.format import MANIFEST, hash_of, in_chunks, safetensors_header
 from common.checkpoint.parts import Piece
 from common.files import PARTIAL, fsync, remove, replace_directory, write_file
+from common.process import this_process
 
 # On a CPU, seconds that the writing thread pauses per second of computing. So many updates are slower by a fiftieth,
 # instead of a few by a tenth.
@@ -169,3 +170,5 @@ class Writer:
             from common.checkpoint.read import remove_older
 
             remove_older(self.ranks.output_dir, self.corrupted, self.keep_last, self.keep_best)
+        if this_process().remote is not None:
+            this_process().remote.send_soon()

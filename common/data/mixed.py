@@ -90,9 +90,11 @@ class Mixed:
         sizes = self.mixing.weights if self.mixing else [part.num_target_tokens for part in self._all]
         return [Fraction(size, sum(sizes)) for size in sizes]
 
-    def describe_epochs(self, num_samples: int) -> str:
-        """Returns the number of epochs of each source in a run of `num_samples`, as text."""
-        return ", ".join(f"{source['epochs']:.2f} of {source['source']}" for source in self.facts(num_samples))
+    def describe_length(self, num_updates: int, global_batch_size: int) -> tuple[str, float]:
+        """Returns the epochs of each source in a run as text, and the average number of targets per update."""
+        sources = self.facts(num_updates * global_batch_size)
+        epochs = ", ".join(f"{source['epochs']:.2f} of {source['source']}" for source in sources)
+        return f"{num_updates:,}, epochs: {epochs}", self.mean_targets * global_batch_size
 
     def facts(
         self, num_samples: int = 0, earlier: Sequence[tuple[int, list[dict[str, Any]]]] = ()

@@ -28,6 +28,8 @@ def end_run(accelerator: Accelerator, status: int = 0) -> None:
     Python's own shutdown is skipped, because gloo's threads race with it (pytorch#179291): in about one of a hundred
     runs, a process hung or was aborted there, although all results were written.
     """
+    if this_process().remote is not None:
+        this_process().remote.finish()
     with suppress(dist.DistError):  # the store died with the launcher of rank 0; the barrier below waits as well
         if not launcher.has_died():
             wait_for_all()  # meanwhile rank 0 may still write results

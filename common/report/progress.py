@@ -144,9 +144,7 @@ class Progress:
             "world_size": self.accelerator.num_processes,
         }
         if (lost := find_lost_directory()) is not None:
-            from common.disk_errors import lost_line
-
-            raise UserError(lost_line(lost))
+            raise FileNotFoundError(lost)  # `disk_errors.explain_disk_error` explains it
         try:
             self.file.write(to_json_line(record))
         except OSError as error:

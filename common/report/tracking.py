@@ -77,6 +77,8 @@ def start_run(run: Any, config: PreTrainedConfig) -> None:
             metadata = earlier_starts.continued(run, metadata)
         write_run(output_dir, metadata)
     this_process().note_failure = partial(end_unfinished, output_dir)
+    if this_process().remote is not None:
+        this_process().remote.start(args.overwrite)
     if args.report_to:
         from common.report import trackers
 
@@ -148,8 +150,7 @@ def _describe_length(args: Arguments, train: GlobalBatches) -> tuple[str, float]
     if train.mixing is None:
         epochs = f"{args.num_updates / len(train):.2f} epochs of {len(train):,} updates"
         return f"{args.num_updates:,} = {epochs}", samples.num_target_tokens / len(train)
-    epochs = samples.describe_epochs(args.num_updates * train.global_batch_size)
-    return f"{args.num_updates:,}, epochs: {epochs}", samples.mean_targets * train.global_batch_size
+    return samples.describe_length(args.num_updates, train.global_batch_size)
 
 
 def describe_held_out(metrics: dict[str, float], samples: Any) -> dict[str, float]:
