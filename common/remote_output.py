@@ -45,6 +45,8 @@ def use_urls(args: argparse.Namespace) -> None:
     raise_errors(line for flag, url in urls for line in find_url_problems(flag, url))
     if not is_url(args.output_dir or ""):
         return
+    if args.resume not in (False, True):  # a new run must not remove the checkpoints behind a URL
+        raise UserError(f"--resume {args.resume}: with a URL as --output_dir, pass --resume alone, or leave it out")
     url = args.output_dir.rstrip("/")
     digest = hashlib.blake2b(json.dumps([url, endpoint()]).encode(), digest_size=6).hexdigest()
     label = re.sub(r"[^\w.-]", "_", url.rpartition("/")[2])[:60]
