@@ -9,6 +9,7 @@ from common.checkpoint.read import list_checkpoints
 from common.errors import UserError, raise_errors
 from common.files import lock_output_dir
 from common.parallel.liveness import decided_by_main
+from common.process import this_process
 from common.report.earlier_starts import read_earlier
 from common.training.recipe_traits import Arguments, given_flags
 
@@ -30,6 +31,8 @@ def _choose(args: Arguments, path: Path) -> tuple[list[str], bool, bool]:
     """Returns problems, whether to resume, and whether to delete a run that was killed before its first checkpoint."""
     if path.is_dir() and not args.dry_run:
         lock_output_dir(path)  # a stopping run may still be writing its first checkpoint
+    if this_process().remote is not None:
+        this_process().remote.fetch()
     if any(list_checkpoints(path)):
         return [], True, False
     earlier = read_earlier(path)

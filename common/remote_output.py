@@ -46,13 +46,18 @@ def use_urls(args: argparse.Namespace) -> None:
     if not is_url(args.output_dir or ""):
         return
     url = args.output_dir.rstrip("/")
-    digest = hashlib.blake2b(json.dumps([url, endpoint()]).encode(), digest_size=6).hexdigest()
-    label = re.sub(r"[^\w.-]", "_", url.rpartition("/")[2])[:60]
-    args.output_dir = str(cache_path("", []).parent / f"run-{label}-{digest}")
+    args.output_dir = str(local_directory(url))
     if os.environ.get("RANK", "0") == "0" and args.plan is None:
         output = RemoteOutput(url, Path(args.output_dir), args.keep_best)
         output.check(args.resume, args.overwrite)
         this_process().remote = output
+
+
+def local_directory(url: str) -> Path:
+    """Returns the directory in which a run works whose --output_dir is a URL."""
+    digest = hashlib.blake2b(json.dumps([url, endpoint()]).encode(), digest_size=6).hexdigest()
+    label = re.sub(r"[^\w.-]", "_", url.rpartition("/")[2])[:60]
+    return cache_path("", []).parent / f"run-{label}-{digest}"
 
 
 class RemoteOutput:
@@ -70,7 +75,7 @@ class RemoteOutput:
         self.sent: dict[str, tuple[int, int]] = {}  # size and modification time of each record in the storage
         self.committed: dict[str, str] = {}  # hash of the manifest of each checkpoint in the storage
 
-    def check(self, resume: bool, overwrite: bool) -> None:
+    def check(self, resume: bool | str, overwrite: bool) -> None:
         """Raises UserError: the storage cannot be written, holds a run already, or no checkpoint to resume."""
         self.storage.attempts = 2  # so that a wrong address is reported soon
         probe = f".write-test-{uuid.uuid4().hex[:8]}"
@@ -82,8 +87,12 @@ class RemoteOutput:
         except Exception as error:  # the type depends on the library
             raise UserError(explain(f"--output_dir {self.url}", error)) from error
         self.storage.attempts = ATTEMPTS
-        if resume:
-            if not any(name.endswith(f"/{MANIFEST}") for name in names) and not list_checkpoints(self.local)[0]:
+        has_checkpoint = any(name.endswith(f"/{MANIFEST}") for name in names) or list_checkpoints(self.local)[0]
+        is_here = (self.local / "run.json").is_file()  # a run that was killed before its first checkpoint
+        if resume == "auto" and (has_checkpoint or is_here or not names):
+            self.local.mkdir(parents=True, exist_ok=True)
+        elif resume is True:
+            if not has_checkpoint:
                 raise UserError(
                     f"--resume: {self.url} has no checkpoints; name the --output_dir of the run to continue, or start "
                     "anew without --resume"

@@ -316,6 +316,10 @@ def parse() -> tuple[argparse.Namespace, list[str], Launch, list[str]]:
 def run(args: argparse.Namespace, words: list[str], launch: Launch, recipe: list[str], note: Path) -> None:
     """Runs torch's elastic agent on this host until the run has ended or this host leaves."""
     output_dir = Path(find_flag(recipe, "--output_dir") or "")
+    if "://" in str(find_flag(recipe, "--output_dir")):
+        from common.remote_output import local_directory
+
+        output_dir = local_directory(str(find_flag(recipe, "--output_dir")).rstrip("/"))
     directory = make_directory(Path(args.rendezvous or f"{output_dir}.hosts"))
     check_software(directory, describe_software(launch, recipe, args.processes_per_host))
     prepare_environment(words, launch, args.processes_per_host)

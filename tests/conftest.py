@@ -49,8 +49,10 @@ def environment():
 
 
 # The files that take longest come first, so that at the end no worker has one alone.
-LONG = """resume plan token_budget checkpoint plan_limits modes layouts kills benchmarks lm docs multi_node slurm
-    profile stops precision techniques adapters copies epochs launch meta liveness check""".split()
+LONG = """resume token_budget plan checkpoint rows modes multi_node layouts adapters stops profile plan_limits slurm
+    precision long_sequence copies quantization push docs activation_checkpointing vision check malformed lm liveness
+    epochs sequence_parallel embed classify moe report kills use mixed metric meta tensor_parallel waits techniques
+    benchmarks launch""".split()
 
 
 # Of `make quick`, which skips what has not begun in time; there the long files come last.

@@ -125,7 +125,7 @@ def import_all():
     from common.models.load import write_sample
     from common.versions import versions
 
-    write_sample.__defaults__ = (4,)  # tokens; 100 take as long as all else that a short run does
+    write_sample.__wrapped__.__defaults__ = (4,)  # tokens; 100 take as long as all else that a short run does
     versions.cache_clear()  # a test may have installed others
     from transformers.conversion_mapping import get_checkpoint_conversion_mapping
 

@@ -77,10 +77,10 @@ def watched(monkeypatch):
         def rank_1():
             connect = rank_watch.RankWatch._connect
 
-            def after_strangers(watch):
+            def after_strangers(watch, parent):
                 port, number, _ = json.loads(watch.store.store.get("strangers"))
                 before(port, launch_key(number), number)
-                connect(watch)
+                connect(watch, parent)
 
             monkeypatch.setattr(rank_watch.RankWatch, "_connect", after_strangers)
             watches[1] = rank_watch.RankWatch(1, 2, 60, "strangers", ProcessGrid(2))
@@ -102,11 +102,13 @@ def test_only_the_missing_rank_is_admitted(watched):
 
     def before(port, key, number):
         hellos = [{"rank": rank, "host": "h"} for rank in RANKS] + [{"rank": 1, "host": host} for host in HOSTS]
+        hellos = [hello | {"num_ranks": 1} for hello in hellos]
+        hellos += [{"rank": 1, "host": "h", "num_ranks": count} for count in [*RANKS, 0]]
         strangers.extend(send(port, content) for content in STRANGERS)
         strangers.extend(send(port, signed(key, json.dumps(hello).encode())) for hello in [*hellos, {}])
         # Whoever reads the number in torch's store still lacks the secret.
         guessed = channel.hashlib.sha256(f" {number}".encode()).digest()
-        strangers.append(send(port, signed(guessed, b'{"rank": 1, "host": "guessed"}')))
+        strangers.append(send(port, signed(guessed, b'{"rank": 1, "host": "guessed", "num_ranks": 1}')))
 
     watches = watched(before)
     assert [*watches[0].peers.values()] == [(1, socket.gethostname())]

@@ -32,8 +32,9 @@ import first_run
 
 PAGES = {str(path.relative_to(ROOT)): path.read_text() for path in [*ROOT.glob("*.md"), *ROOT.glob("docs/*.md")]}
 FOLDERS = "recipes|common|tools|docs|tests|benchmarks|launchers|accelerate_configs|ds_configs"
-# SLURM's, TensorBoard's and trackio's, and one that all have.
+# SLURM's, TensorBoard's and trackio's, one that all have, and those of docker, kubectl and sky.
 FOREIGN_FLAGS = set("--nodes --gpus-per-node --cpus-per-task --signal --batch --logdir --project --help".split())
+FOREIGN_FLAGS |= set("--file --tag --rm --gpus --ipc --volume --from-literal --secret".split())
 SMALL = {"recipes/vision.py": ("--global_batch_size", "16")}  # others: --sequence_length
 SMALL["recipes/embed.py"] = (*SMALL["recipes/vision.py"], "--sequence_length", "64")
 TWO_UPDATES = ("--num_updates", "2", "--save_every", "1")

@@ -89,7 +89,7 @@ def test_a_killed_upload_is_absent_and_the_run_resumes_from_the_storage_alone(
     for name in ("a.jsonl", "b.jsonl"):
         bucket(env).put_file(str(undisturbed / name), f"bucket/data/{name}")
     script = ["recipes/lm.py", "--model_name_or_path", model_dir, *FLAGS, "--train_file"]
-    script += ["s3://bucket/data/[ab].jsonl", "--output_dir", "s3://bucket/runs/killed"]
+    script += ["s3://bucket/data/[ab].jsonl", "--output_dir", "s3://bucket/runs/killed", "--resume", "auto"]
     proxy.fail_every, proxy.delay = 3, 0.01
     with Run(tmp_path) as runs:
         command = [*launch_command("multi_cpu", "--num_processes", 2), *script]
@@ -107,7 +107,7 @@ def test_a_killed_upload_is_absent_and_the_run_resumes_from_the_storage_alone(
     assert names == ["update-000003"] and "update-000006: manifest.json: No such file" in problems[0]
 
     proxy.fail_every = 3
-    resumed = run([quick_python(), *script, "--resume"], **env, XDG_CACHE_HOME=tmp_path / "second")
+    resumed = run([quick_python(), *script], **env, XDG_CACHE_HOME=tmp_path / "second")
     assert resumed.returncode == 0, resumed.stderr
     assert "after update 3" in resumed.stdout and "uploaded   s3://bucket/runs/killed" in resumed.stdout
     (output,) = (tmp_path / "second").glob("accelerate_recipes/run-killed-*/")

@@ -64,23 +64,24 @@ def find_own(checkpoints: Any, identity: dict[str, Any], size_flags: Iterable[st
 def list_on_main(ranks: Agreement) -> tuple[list[tuple[Path, dict[str, Any]]], list[str]]:
     """Returns rank 0's `list_checkpoints` on all ranks, so that all resume from the same checkpoint."""
 
-    def listed() -> Any:
-        found, problems = list_checkpoints(ranks.output_dir)
-        return [(str(path), manifest) for path, manifest in found], problems
-
-    found, problems = decided_by_main("checkpoints", listed)
-    return [(Path(path), manifest) for path, manifest in found], problems
+    listed = list_checkpoints(ranks.output_dir) if ranks.rank == 0 else None
+    wait_for_all()  # because the broadcast has a time limit
+    return ranks.share(listed)  # not through the store, because manifests are megabytes with thousands of ranks
 
 
 def _require_seen(path: Path, manifest: dict[str, Any], ranks: Agreement) -> None:
-    """Raises UserError on all ranks if a rank does not see the same files of a checkpoint as rank 0."""
+    """Raises UserError on all ranks if a rank does not see the same manifest and files of a checkpoint as rank 0.
+
+    Each rank looks for its share of the files, because with all files the requests would grow with ranks squared.
+    """
     names = [MANIFEST, *manifest["files"]]
-    present = decided_by_main(f"files of {path}", lambda: [name for name in names if os.path.exists(path / name)])
+    absent = decided_by_main(f"files of {path}", lambda: [name for name in names if not os.path.exists(path / name)])
+    expected = {*names[ranks.rank :: ranks.world]} - {*absent}
 
     def is_seen() -> bool:
         with suppress(UserError):
             is_same = read_manifest(path)["sha256"] == manifest["sha256"]
-            return is_same and all(os.path.exists(path / name) for name in present)
+            return is_same and all(os.path.exists(path / name) for name in expected)
         return False
 
     line = (

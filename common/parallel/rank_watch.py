@@ -1,11 +1,13 @@
 """Every process of a run detects that a different process has died or hangs, reports its rank, and ends.
 
-Rank 0 has a TCP connection to each other rank, and each process watches its connections in a thread. If a process dies
-for any reason, the kernel closes its connections. TCP keep-alives detect an unreachable host within 15 seconds. Neither
-detects a stopped process (SIGSTOP, a frozen container), because its kernel still answers. Therefore the threads also
-send heartbeats, and in the training loop a rank without a heartbeat for `SILENCE` seconds counts as dead. A process
-that was itself stopped, for example with the entire launch, restarts the count. The training loop has no overhead, and
-the method is independent of backend and mode. A process that ends announces it, with the reason if that is an error.
+The connections are a tree: the first rank of each host has a TCP connection to rank 0, and one to each other rank of
+its host. Each process watches its connections in a thread, and a first rank relays errors. With a connection per rank,
+rank 0 would need most of a core at 1,024 ranks (docs/scale.md). If a process dies for any reason, the kernel closes its
+connections. TCP keep-alives detect an unreachable host within 15 seconds. Neither detects a stopped process (SIGSTOP, a
+frozen container), because its kernel still answers. Therefore the threads also send heartbeats, and in the training
+loop a rank without a heartbeat for `SILENCE` seconds counts as dead. A process that was itself stopped, for example
+with the entire launch, restarts the count. The training loop has no overhead, and the method is independent of backend
+and mode. A process that ends announces it, with the reason if that is an error.
 
 The alternative was torchrun (either rendezvous) with `@record` and a process-group timeout of 10 seconds, tested with
 torch 2.13 and gloo. Its error messages do not contain the update. They show a rank that failed on a different host as
@@ -21,6 +23,7 @@ detected here; the timeouts of the collectives detect it.
 import json
 import os
 import secrets
+import selectors
 import socket
 import threading
 import time
@@ -40,13 +43,13 @@ from common.parallel.channel import (
     is_single_host,
     is_text,
     launch_key,
-    wait_until,
 )
 from common.parallel.failures import LOST_STATUS, MISTAKE_STATUS
 from common.parallel.rank_store import RankStore
 from common.process import ELASTIC_ID, this_process
 from common.training.process_grid import ProcessGrid
 
+LOCAL_VARIABLES = {"LOCAL_RANK": 0, "LOCAL_WORLD_SIZE": 1}  # of torch's launcher, and their defaults
 GRACE = 1.0  # seconds until it is known whether an error occurs on all ranks, or is the result of a dead rank
 BEAT = 1.0  # seconds between two heartbeats
 LATE = 3.0  # seconds between two iterations of the thread; if exceeded, this process itself was stopped
@@ -94,13 +97,25 @@ def _checked(message: dict[str, Any], world_size: int) -> dict[str, Any]:
     raise EOFError
 
 
+def _arrived(hello: dict[str, Any], world_size: int) -> range:
+    """Returns the ranks that arrive with a rank's first message; none if it is malformed."""
+    rank: Any = hello.get("rank")
+    count: Any = hello.get("num_ranks")
+    is_valid = is_rank(rank, world_size) and is_rank(count, world_size) and is_text(hello.get("host"))
+    return range(rank, rank + count) if is_valid else range(0)
+
+
 class RankWatch:
     """This process's connections to the other ranks, and the thread that watches them."""
 
     def __init__(self, rank: int, world_size: int, timeout: float, key: str, grid: ProcessGrid):
         self.rank, self.grid = rank, grid
         self.host = socket.gethostname()
-        self.first_here = rank - int(os.environ.get("LOCAL_RANK", 0))  # the first rank on this host
+        local_rank, num_local = (int(os.environ.get(name, least)) for name, least in LOCAL_VARIABLES.items())
+        self.first_here = rank - local_rank  # the first rank on this host
+        self.is_first = local_rank == 0 or num_local == 1  # also if the launcher does not state the ranks per host
+        # The ranks that connect through this rank: all for rank 0, the others of its host for another first rank.
+        self.below = range(1, world_size) if rank == 0 else range(rank + 1, rank + num_local * self.is_first)
         self.peers: dict[Channel, tuple[int, str]] = {}  # rank and host
         self.is_failing = self.has_left = False
         self.sending = threading.Lock()  # otherwise messages of the main thread and the watching thread interleave
@@ -108,7 +123,8 @@ class RankWatch:
         try:
             store, *_ = next(dist.rendezvous("env://", rank, world_size, timeout=timedelta(seconds=timeout)))
             self.store = RankStore(store, key, rank, world_size)
-            self._accept(timeout) if rank == 0 else self._connect()
+            store.set(f"{key}-here-{rank}", "")
+            self._meet(timeout)
         except (OSError, EOFError, dist.DistError) as error:
             where = f"{os.environ['MASTER_ADDR']}:{os.environ['MASTER_PORT']}"
             reason = (str(error) or "connection closed").splitlines()[0]
@@ -123,44 +139,71 @@ class RankWatch:
         for connection in self.peers:
             connection.close()
 
+    def _meet(self, timeout: float) -> None:
+        """Connects to the ranks below, then to rank 0 or the first rank of this host, and waits until all are there."""
+        answer: dict[str, Any] = {"error": f"rank {self.rank} on host {self.host} has not reached rank 0"}
+        try:
+            if self.below:
+                self._accept(timeout)
+            if self.rank > 0:
+                self._connect(0 if self.is_first else self.first_here)
+            answer = {}
+        except UserError as error:
+            answer = {"error": str(error)}
+            raise
+        finally:
+            for channel, (rank, _) in self.peers.items():
+                if rank in self.below:
+                    channel.send(answer)
+
+    def _key_of(self, rank: int) -> str:
+        """Returns the store's key under which a first rank publishes its port."""
+        return self.store.prefix if rank == 0 else f"{self.store.prefix}-{rank}"
+
     def _accept(self, timeout: float) -> None:
+        """Waits until all ranks below have connected, those of other hosts through their first rank."""
         number, size = secrets.token_hex(8), self.store.world_size
-        with Door(0, launch_key(number), size, is_single_host()) as door:
-            self.store.store.set(self.store.prefix, json.dumps([door.port, number, self.host]))
-            while len(self.peers) < size - 1:
-                missing = {*range(1, size)} - {rank for rank, _ in self.peers.values()}
+        missing = {*self.below}
+        with Door(0, launch_key(number), len(missing), self.rank > 0 or is_single_host()) as door:
+            self.store.store.set(self._key_of(self.rank), json.dumps([door.port, number, self.host]))
+            while missing:
                 if time.monotonic() >= self.deadline:
-                    ranks = ", ".join(map(str, sorted(missing)))
-                    line = f"rank {ranks} did not arrive within {timeout:g} s of rank 0 on host {self.host}; see the "
-                    line += "output there, or raise --connect_timeout if it only starts slowly"
-                    if door.num_refused:
-                        line += f" ({door.num_refused} other connections were refused: is {TOKEN} equal on all hosts?)"
-                    self._tell({"error": line})
-                    raise UserError(line)
+                    raise UserError(self._describe_missing(missing, timeout, door.num_refused))
                 for channel, hello in door.admit(self.deadline)[0]:
-                    rank: Any = hello.get("rank")
-                    host: Any = hello.get("host")
-                    if is_rank(rank, size) and rank in missing and is_text(host):
+                    if (arrived := _arrived(hello, size)) and missing.issuperset(arrived):
                         _keep_alive(channel.socket)
-                        self.peers[channel] = (rank, host)
-                        missing.remove(rank)
+                        self.peers[channel] = (arrived[0], hello["host"])
+                        missing.difference_update(arrived)
                     else:
                         channel.close()
-        self._tell({})
 
-    def _connect(self) -> None:
-        port, number, host = json.loads(self.store.store.get(self.store.prefix))
+    def _describe_missing(self, missing: set[int], timeout: float, num_refused: int) -> str:
+        """Returns the error that names the ranks that did not arrive."""
+        # A rank of another host may be among `missing` only because a different rank of its host has not arrived.
+        store = self.store.store
+        absent = [rank for rank in sorted(missing) if not store.check([f"{self.store.prefix}-here-{rank}"])]
+        ranks = ", ".join(map(str, absent or sorted(missing)))
+        line = f"rank {ranks} did not arrive within {timeout:g} s of rank {self.rank} on host {self.host}; see the "
+        line += "output there, or raise --connect_timeout if it only starts slowly"
+        if num_refused:
+            line += f" ({num_refused} other connections were refused: is {TOKEN} equal on all hosts?)"
+        return line
+
+    def _connect(self, parent: int) -> None:
+        """Connects to rank 0 or the first rank of this host, and waits for its answer that all ranks have arrived."""
+        port, number, host = json.loads(self.store.store.get(self._key_of(parent)))
         seconds_left = max(1.0, self.deadline - time.monotonic())
-        address = "127.0.0.1" if is_single_host() else os.environ["MASTER_ADDR"]
+        address = "127.0.0.1" if is_single_host() or not self.is_first else os.environ["MASTER_ADDR"]
         channel = Channel(socket.create_connection((address, port), timeout=seconds_left), launch_key(number))
         _keep_alive(channel.socket)
-        channel.send({"rank": self.rank, "host": self.host})
-        answer = channel.receive(seconds_left + 10)  # rank 0 may have started later, and reports missing ranks
+        channel.send({"rank": self.rank, "host": self.host, "num_ranks": 1 + len(self.below)})
+        # The other rank may have started later, and reports missing ranks. A first rank waits for rank 0 in turn.
+        answer = channel.receive(seconds_left + (10 if self.is_first else 20))
         if answer is None:
             raise TimeoutError("it does not answer")
         if "error" in answer:
             raise UserError(answer["error"])
-        self.peers[channel] = (0, host)
+        self.peers[channel] = (parent, host)
 
     def _listen(self) -> None:
         """Runs in the watching thread: receives messages and heartbeats; ends this process if another rank fails."""
@@ -168,9 +211,13 @@ class RankWatch:
         failed: list[Channel] = []  # kept open until this process ends too: the other side waits for it
         now = next_beat = time.monotonic()
         heard = dict.fromkeys(self.peers, now)  # time of the last message on each connection
+        # multiprocessing's `wait` would register all connections for each heartbeat of one.
+        selector = selectors.DefaultSelector()
+        for connection in self.peers:
+            selector.register(connection, selectors.EVENT_READ)
         while self.peers or failure:
             until = next_beat if failure is None else min(next_beat, due)
-            ready = wait_until(until, list(self.peers))
+            ready: list[Any] = [key.fileobj for key, _ in selector.select(max(0.0, until - time.monotonic()))]
             before, now = now, time.monotonic()
             if now - before > LATE or not this_process().in_loop:
                 heard = dict.fromkeys(self.peers, now)
@@ -184,10 +231,11 @@ class RankWatch:
                     message = _checked(messages[0], self.store.world_size)
                 except (EOFError, OSError):
                     message = {"rank": rank, "host": host, "status": LOST_STATUS, "reason": None}
-                if message["status"] == LOST_STATUS and not self.has_left:
+                if (message["status"] == LOST_STATUS or "is_relayed" in message) and not self.has_left:
                     self._end(message)
                 if message["reason"] and failure is None:
                     failure, due = message, time.monotonic() + GRACE
+                selector.unregister(connection)
                 with self.sending:  # the main thread may be sending on this connection
                     del self.peers[connection]
                     failed.append(connection) if message["reason"] else connection.close()
@@ -198,6 +246,7 @@ class RankWatch:
             if now >= next_beat:
                 next_beat = now + BEAT
                 self._beat(heard, now)
+        selector.close()
         for connection in failed:
             connection.close()
 
@@ -211,7 +260,7 @@ class RankWatch:
                 self._end({"rank": rank, "host": host, "status": LOST_STATUS, "reason": None, "is_silent": True})
 
     def _tell(self, message: dict[str, Any]) -> None:
-        """Sends a message to all connected ranks: to rank 0, or from rank 0 to all others."""
+        """Sends a message to all connected ranks."""
         with self.sending:
             for connection in list(self.peers):
                 connection.send(message)
@@ -235,8 +284,9 @@ class RankWatch:
     def _end(self, message: dict[str, Any]) -> None:
         """Ends this process because of a different process; one process per host reports the reason."""
         rank, host, reason, status = (message[key] for key in ("rank", "host", "reason", "status"))
-        if self.rank == 0:
-            self._tell(message | {"status": LOST_STATUS} if status != MISTAKE_STATUS else message)
+        if self.below:  # the receivers do not wait for `GRACE` again
+            relayed = message if status == MISTAKE_STATUS else message | {"status": LOST_STATUS}
+            self._tell(relayed | {"is_relayed": True})
         where = failures.describe_place()
         num_stages = self.grid.pipeline
         stage = f" (stage {self.grid.stage(rank) + 1} of {num_stages})" if num_stages > 1 else ""
