@@ -149,7 +149,7 @@ def _add_run(parser: ArgumentParser) -> None:
     add("--report_to", about, nargs="+", default=[], metavar="TRACKER")
 
     add = parser.add_group("stop and resume")
-    about = "write a checkpoint every N updates or epochs (1epoch), or auto (docs/elastic.md), and at the end; 0: on a stop"
+    about = "checkpoint every N updates or epochs (1epoch), or auto (docs/elastic.md), and at the end; 0: only on stop"
     add("--save_every", about, type=updates_or_epochs, default=500, metavar="N")
     add("--keep_last", "number of newest checkpoints to keep, at least 2", type=positive, default=2, metavar="K")
     about = "save at each new lowest validation loss, and keep that checkpoint too; requires --eval_every"

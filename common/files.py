@@ -138,10 +138,8 @@ def complete_or_absent(
 
 def find_lost_directory() -> Path | None:
     """Returns an output directory that was deleted, moved or taken over although this process locked it, or None."""
-    for directory, inode in this_process().lock_inodes.items():
-        if not (path := directory / LOCK).exists() or path.stat().st_ino != inode:
-            return directory
-    return None
+    locks = [(directory, directory / LOCK, inode) for directory, inode in this_process().lock_inodes.items()]
+    return next((place for place, lock, inode in locks if not lock.exists() or lock.stat().st_ino != inode), None)
 
 
 def lock_output_dir(directory: Path) -> None:
@@ -162,7 +160,8 @@ def lock_output_dir(directory: Path) -> None:
         from common.output_dirs import wait_for_lock
 
         wait_for_lock(lock, directory)
-    (directory / LOCK).write_text(os.environ.get(ELASTIC_ID, ""))  # see `parallel.elastic.take_over`
+    if (launch := os.environ.get(ELASTIC_ID, "")) or (directory / LOCK).stat().st_size:
+        (directory / LOCK).write_text(launch)  # see `elastic_launch.take_over`
     this_process().lock_inodes[directory.absolute()] = (directory / LOCK).stat().st_ino
 
 

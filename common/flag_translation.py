@@ -292,7 +292,7 @@ def explain_unknown(unknown: list[str], command_line: Sequence[str], flags: Coll
         flag, *values = [*words[0].split("=", 1), *words[1:]]
         name, value = flag[2:].replace("-", "_"), " ".join(values)
         if not flag.startswith("--"):
-            answer = ": it belongs to no flag (a switch, such as --resume, takes no value)"
+            answer = ": it belongs to no flag (a switch, such as --overwrite, takes no value)"
         elif advice := here(name, "none" if values and not value else value, flags):
             answer = f": {advice}"
         elif nearest := difflib.get_close_matches(name, names, n=1, cutoff=0.75):

@@ -92,7 +92,7 @@ class Storage:
         """Returns the sizes in bytes of all files below a folder, by their paths relative to `url`."""
         top = self.path(folder).rstrip("/")
         found: dict[str, Any] = self._retry(lambda: self.fs.find(top, detail=True))
-        start = len(self.fs._strip_protocol(self.root).rstrip("/")) + 1
+        start = len(fsspec.core.strip_protocol(self.fs.unstrip_protocol(self.root)).rstrip("/")) + 1
         names = {path[start:]: info["size"] for path, info in found.items() if info["type"] == "file"}
         return {name: size for name, size in names.items() if is_inside(name)}
 

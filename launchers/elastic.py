@@ -284,9 +284,9 @@ def prepare_environment(words: list[str], launch: Launch, per_host: int) -> None
     args.num_machines, args.machine_rank, args.num_processes, args.main_process_port = 1, 0, per_host, 0
     if launch.mode == "DeepSpeed":
         args.deepspeed_multinode_launcher = "standard"
-        os.environ |= prepare_deepspeed_cmd_env(args)[1]
+        os.environ.update(prepare_deepspeed_cmd_env(args)[1])
     else:
-        os.environ |= prepare_multi_gpu_env(args)
+        os.environ.update(prepare_multi_gpu_env(args))
 
 
 def parse() -> tuple[argparse.Namespace, list[str], Launch, list[str]]:
@@ -323,13 +323,14 @@ def run(args: argparse.Namespace, words: list[str], launch: Launch, recipe: list
     directory = make_directory(Path(args.rendezvous or f"{output_dir}.hosts"))
     check_software(directory, describe_software(launch, recipe, args.processes_per_host))
     prepare_environment(words, launch, args.processes_per_host)
-    os.environ |= {
+    variables = {
         HOSTS: "{}:{}".format(*args.hosts),
         ELASTIC_ID: directory.name,
         NOTE: str(note),
         "TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1",  # a new store for each start, because keys of an earlier one remain
         "TORCH_ELASTIC_WORKER_IDENTICAL": "1",  # `check_software` compares the number of processes
     }
+    os.environ.update(variables)
 
     def make_handler(parameters: RendezvousParameters) -> Hosts:
         store = FileStore(str(directory / "store"))

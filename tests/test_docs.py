@@ -177,7 +177,8 @@ def plan_runs(before, recipe, flags):
     if "--plan" in flags and "--model_config" in flags:  # the trace of a small model takes a tenth of the time
         more += ("--model_config", "tiny")
     if "--resume" in flags:
-        first = tuple(flag for flag in flags if flag != "--resume")
+        at = flags.index("--resume")
+        first = flags[:at] + flags[at + 1 + ("auto" in flags[at + 1 : at + 2]) :]
         return wrong, [(recipe, first + more + TWO_UPDATES), (recipe, flags + more + TWO_UPDATES)]
     if not flags:
         return wrong, [(recipe, more + TWO_UPDATES)]

@@ -96,8 +96,7 @@ ANSWERS = {
     "--fsdp=": "--fsdp=: remove it; it is off by default",
     "--beta 0.1": "--beta 0.1: this recipe does not have it; it is --beta in dpo.py",
     "--lora_task_type CAUSAL_LM --use_dora True": "--lora_task_type CAUSAL_LM: remove it; it is set by the recipe",
-    "--use_dora --resume True": "True: it belongs to no flag (a switch",
-    "--trust_remote_code True": "True: it belongs to no flag (a switch, such as --resume, takes no value)",
+    "--trust_remote_code True": "True: it belongs to no flag (a switch, such as --overwrite, takes no value)",
 }
 
 
