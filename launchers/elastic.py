@@ -280,10 +280,12 @@ def make_directory(path: Path) -> Path:
 
 def prepare_environment(words: list[str], launch: Launch, per_host: int) -> None:
     """Sets the variables of the config file that `accelerate launch` would set."""
-    args = read_launch(words)[0]
+    args, config, _ = read_launch(words)
     args.num_machines, args.machine_rank, args.num_processes, args.main_process_port = 1, 0, per_host, 0
     if launch.mode == "DeepSpeed":
-        args.deepspeed_multinode_launcher = "standard"
+        from_config = config is not None and config.mixed_precision and "mixed_precision" not in launch.given
+        fields = [*(config.deepspeed_config if config else ()), *(["mixed_precision"] if from_config else [])]
+        args.deepspeed_fields_from_accelerate_config = ",".join(fields)
         os.environ.update(prepare_deepspeed_cmd_env(args)[1])
     else:
         os.environ.update(prepare_multi_gpu_env(args))

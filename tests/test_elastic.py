@@ -91,11 +91,12 @@ def test_a_host_with_different_software_is_rejected(cluster, functions_file, mod
         elastic.close()
 
 
-def test_a_user_error_ends_the_launch_in_one_line(functions_file, model_dir, tmp_path):
+@pytest.mark.parametrize("config", ["multi_cpu", "zero3"])
+def test_a_user_error_ends_the_launch_in_one_line(config, tmp_path):
     """Control: without the note of the processes, the launcher starts them again, ten times."""
     command = [quick_python(), "launchers/elastic.py", "--hosts", 1, "--address", "127.0.0.1"]
     command += ["--processes_per_host", 2]
-    command += ["accelerate", "launch", "--config_file", "accelerate_configs/multi_cpu.yaml", "recipes/lm.py"]
+    command += ["accelerate", "launch", "--config_file", f"accelerate_configs/{config}.yaml", "recipes/lm.py"]
     command += ["--train_file", tmp_path / "missing.jsonl", "--output_dir", tmp_path / "run", "--resume", "auto"]
     result = run(command, LAUNCH_TOKEN=TOKEN)
     assert result.returncode == 2

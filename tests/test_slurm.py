@@ -266,6 +266,37 @@ def test_a_job_goes_on_after_its_time_limit_and_a_preemption(
     assert json.loads((deaf / "run/run.json").read_text())["status"] == "running"
 
 
+def test_a_job_that_loses_a_node_goes_on_with_fewer(slurm_env, two_node_job, functions_file, model_dir, tmp_path):
+    """SLURM queues it again, with as many nodes as are free; the updates are those of two nodes."""
+    out, (recipe, seconds) = tmp_path / "run", slow_recipe(tmp_path)
+    set_seconds(seconds, 2)
+
+    def set_node(name, state):
+        words = [f"NodeName={name}", f"State={state}", "Reason=test"]
+        subprocess.run(["scontrol", "update", *words], env=slurm_env, check=True)
+
+    command = [recipe, *equivalence_flags(functions_file, model_dir, out, "--save_every", 1)]
+    job = start_job(slurm_env, "launchers/slurm.sbatch", "1-2", command, tmp_path, PYTHON=str(BIN / "python"))
+    wait_for_job_updates(slurm_env, job, out, 3)
+    try:
+        for name in ("n2", "n3"):
+            set_node(name, "DRAIN")  # no new job, also after SLURM has found a lost node again
+        set_node("n2", "DOWN")
+        wait_for_job(slurm_env, job, requeued(1))
+        set_seconds(seconds, 0)
+        subprocess.run(["scontrol", "update", f"JobId={job}", "StartTime=now"], env=slurm_env, check=True)
+        facts = wait_for_job(slurm_env, job, has_ended)
+    finally:
+        for name in ("n2", "n3"):
+            set_node(name, "RESUME")
+    assert (facts["JobState"], facts["NumNodes"]) == ("COMPLETED", "1"), (tmp_path / "log").read_text()
+    lines = read_metrics(out)
+    assert {line["world_size"] for line in lines} == {1, 2}
+    for one, other in zip(lines, read_metrics(two_node_job[2]), strict=True):
+        assert one["sample_digest"] == other["sample_digest"] and one["learning_rate"] == other["learning_rate"]
+        assert one["loss"] == pytest.approx(other["loss"], rel=1e-5)
+
+
 def run_job_script(directory, *recipe, restarts=0, status=None, returncode=0, **given):
     """The job's script with stand-ins for SLURM's commands: its result, the recipe's flags, what scontrol was told.
 
