@@ -96,6 +96,8 @@ CHANGES = {
     os.makedirs("{place}/numpy-0.1.dist-info")
     open("{place}/numpy-0.1.dist-info/METADATA", "w").write("Name: numpy\\nVersion: 0.1\\n")
     sys.path.insert(0, "{place}")
+    from common.versions import versions
+    versions.cache_clear()
 """,
         r"^ +numpy .*<- 0\.1 at rank 1 on \S+; ranks may compute differently",
         1,
