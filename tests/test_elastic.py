@@ -10,7 +10,7 @@ import shutil
 import subprocess
 
 import pytest
-from conftest import BIN, ROOT, assert_refused, launch, quick_python, read_metrics, run
+from conftest import BIN, ROOT, assert_refused, base_env, launch, quick_python, read_metrics, run
 from elastic_runs import Cluster, ElasticRun, compare
 from running import give_up, need
 
@@ -141,6 +141,36 @@ def test_resume_auto_starts_continues_and_replaces(functions_file, model_dir, tm
     assert_refused(changed, "holds a run of other flags that was stopped before its first checkpoint")
     launch(*words)
     assert [line["loss"] for line in read_metrics(out)] == [line["loss"] for line in expected]
+
+
+LOCK = """
+import sys
+from pathlib import Path
+from common import files, output_dirs
+output_dirs.ELASTIC_TIMEOUT, output_dirs.LOCK_TIMEOUT = 0.2, 0.5
+files.lock_output_dir(Path(sys.argv[1]))
+print("locked", flush=True)
+input()
+print("lost" if files.find_lost_directory() else "kept")
+"""
+
+
+def test_a_lock_is_taken_over_only_by_a_later_start_of_the_same_launch(tmp_path):
+    """The process that held it, of a frozen host, notices. Control: without the mark, every launch takes it over."""
+    command, options = [BIN / "python", "-c", LOCK, tmp_path], {"cwd": ROOT, "text": True}
+    pipes = dict.fromkeys(("stdin", "stdout", "stderr"), subprocess.PIPE)
+
+    def start(launch):
+        return subprocess.Popen(command, env=base_env(ELASTIC_ID=launch), **options, **pipes)
+
+    holder = start("one")
+    assert holder.stdout.readline() == "locked\n"
+    for other in ("two", None):
+        _, errors = start(other).communicate("\n", timeout=60)
+        assert "another run writes there" in errors
+    output, errors = start("one").communicate("\n", timeout=60)
+    assert output.splitlines()[-2:] == ["locked", "kept"], errors
+    assert holder.communicate("\n", timeout=60)[0] == "lost\n"
 
 
 def test_the_save_interval_is_youngs(tmp_path, monkeypatch):
