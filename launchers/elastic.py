@@ -43,6 +43,7 @@ from torch.distributed.elastic.rendezvous.dynamic_rendezvous import (
     RendezvousBackend,
     RendezvousTimeout,
 )
+from torch.distributed.run import get_args_parser
 from torch.distributed.run import main as torchrun
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -354,8 +355,9 @@ def run(args: argparse.Namespace, words: list[str], launch: Launch, recipe: list
         "monitor-interval": 0.5,
         "local-addr": args.address or own_address(),
         "signals-to-handle": "SIGTERM,SIGINT,SIGHUP,SIGQUIT,SIGUSR1",
-        "shutdown-timeout": SHUTDOWN_SECONDS,
     }
+    if "--shutdown-timeout" in get_args_parser().format_help():  # torch 2.11 has a fixed timeout
+        options["shutdown-timeout"] = SHUTDOWN_SECONDS
     torchrun([*(f"--{name}={value}" for name, value in options.items()), *recipe])
 
 
