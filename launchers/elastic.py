@@ -15,17 +15,19 @@ and its loss ends the run on all; its file store grows with each heartbeat.
 """
 
 import argparse
-import hashlib
 import json
 import os
+import signal
 import socket
 import sys
 import tempfile
+import time
 from contextlib import suppress
 from datetime import timedelta
 from pathlib import Path
 from typing import Any, NoReturn
 
+import psutil
 import torch
 from accelerate.utils import prepare_deepspeed_cmd_env, prepare_multi_gpu_env
 from torch.distributed import DistError, FileStore
@@ -40,7 +42,6 @@ from torch.distributed.elastic.rendezvous import (
 )
 from torch.distributed.elastic.rendezvous.dynamic_rendezvous import (
     DynamicRendezvousHandler,
-    RendezvousBackend,
     RendezvousTimeout,
 )
 from torch.distributed.run import get_args_parser
@@ -49,6 +50,7 @@ from torch.distributed.run import main as torchrun
 ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(1, str(ROOT))
 
+from common.arguments import positive  # noqa: E402
 from common.command_parser import CommandParser  # noqa: E402
 from common.elastic_launch import HOSTS, NOTE  # noqa: E402
 from common.errors import UserError, raise_errors  # noqa: E402
@@ -60,55 +62,12 @@ from common.parallel.launch import Launch, parse_launch  # noqa: E402
 from common.process import ELASTIC_ID  # noqa: E402
 from common.training.stop_signals import STOPPED  # noqa: E402
 from common.versions import versions  # noqa: E402
+from launchers.shared_files import BEAT, MISSED, SharedFiles, make_directory  # noqa: E402
 
 HOST = socket.gethostname()
-BEAT, MISSED = 3, 5  # seconds between two heartbeats of a host; number of missed heartbeats after which it is dead
 JOIN_SECONDS = 7 * 24 * 3600  # how long a host waits for a place, or for the minimum number of hosts
-SHUTDOWN_SECONDS = 600  # to save before a restart; torch's default of 30 would kill a process that saves a large model
+SAVE_SECONDS = 600  # to save before a restart or before this host leaves; torch's default is 30
 SET_BY_HOSTS = "num_machines num_processes machine_rank main_process_ip main_process_port".split()
-
-
-class SharedFiles(RendezvousBackend):
-    """The state of torch's rendezvous in a directory that all hosts share; the state is the newest of numbered files.
-
-    A file is created by a hard link, which fails if the file exists: an atomic compare-and-set without a lock, which a
-    frozen host could hold.
-    """
-
-    KEPT = 20  # newest files, so that a slow reader finds the file that it has listed
-
-    def __init__(self, directory: Path):
-        self.directory = directory
-
-    @property
-    def name(self) -> str:
-        return "shared-files"
-
-    def _numbers(self) -> list[int]:
-        return sorted(int(path.suffix[1:]) for path in self.directory.glob("state.*") if path.suffix[1:].isdecimal())
-
-    def get_state(self) -> tuple[bytes, int] | None:
-        """Returns the newest state and its number, or None before the first."""
-        while numbers := self._numbers():
-            with suppress(FileNotFoundError):  # a much newer state exists by now
-                return (self.directory / f"state.{numbers[-1]}").read_bytes(), numbers[-1]
-        return None
-
-    def set_state(self, state: bytes, token: int | None = None) -> tuple[bytes, int, bool] | None:
-        """Creates the state after number `token`; returns the newest state, its number, and whether it is this one."""
-        number = (token or 0) + 1
-        with tempfile.NamedTemporaryFile(dir=self.directory, prefix="new.") as file:
-            file.write(state)
-            file.flush()
-            os.fsync(file.fileno())
-            try:
-                os.link(file.name, self.directory / f"state.{number}")
-            except FileExistsError:
-                newest = self.get_state()
-                return newest and (*newest, False)
-        for old in self._numbers()[: -self.KEPT]:
-            (self.directory / f"state.{old}").unlink(missing_ok=True)
-        return state, number, True
 
 
 class Hosts(RendezvousHandler):
@@ -125,6 +84,7 @@ class Hosts(RendezvousHandler):
         self.rendezvous, self.note, self.output_dir, self.max_restarts = rendezvous, note, output_dir, max_restarts
         self.newest: str | None = None
         self.num_restarts, self.leaves = -1, False
+        self.restart_at: float | None = None  # when processes that were asked to save are ended
 
     @property
     def use_agent_store(self) -> bool:
@@ -141,6 +101,7 @@ class Hosts(RendezvousHandler):
             say(f"error: host {HOST} leaves: no new checkpoint after {self.max_restarts} restarts in a row")
             self._leave(1)
         while True:
+            self.restart_at = None
             try:
                 info = self.rendezvous.next_rendezvous()
             except DistError:  # a host died during the rendezvous
@@ -166,7 +127,25 @@ class Hosts(RendezvousHandler):
         self.rendezvous.set_closed()
 
     def num_nodes_waiting(self) -> int:
-        return self.rendezvous.num_nodes_waiting()
+        """Returns the number of hosts that wait to join, for which torch's agent restarts the processes of this host.
+
+        The agent would kill a process that saves for more than 30 seconds. So the processes are asked to save and stop
+        first, and the answer is 0 until they have ended, for up to SAVE_SECONDS; not if a process is stopped (SIGSTOP).
+        """
+        num_waiting = self.rendezvous.num_nodes_waiting()
+        if num_waiting == 0:
+            self.restart_at = None
+            return 0
+        processes = psutil.Process().children()
+        if self.restart_at is None:
+            self.restart_at = time.monotonic() + SAVE_SECONDS
+            for process in processes:
+                with suppress(psutil.Error):
+                    process.send_signal(signal.SIGUSR1)
+        with suppress(psutil.Error):
+            if any(process.status() == psutil.STATUS_STOPPED for process in processes):
+                return num_waiting
+        return num_waiting if time.monotonic() > self.restart_at else 0
 
     def get_run_id(self) -> str:
         return self.rendezvous.get_run_id()
@@ -236,7 +215,12 @@ def check(launch: Launch, recipe: list[str], per_host: int) -> list[str]:
 
 def describe_software(launch: Launch, recipe: list[str], per_host: int) -> dict[str, Any]:
     """Returns everything in which a host could differ: files of the repository, versions and the command line."""
-    paths = [*ROOT.glob("common/**/*.py"), *ROOT.glob("recipes/*.py"), *ROOT.glob("ds_configs/*.json")]
+    paths = [
+        *ROOT.glob("common/**/*.py"),
+        *ROOT.glob("launchers/*.py"),
+        *ROOT.glob("recipes/*.py"),
+        *ROOT.glob("ds_configs/*.json"),
+    ]
     paths += [Path(name) for name in (recipe[0], launch.config_file) if name]
     files = {os.path.relpath(path, ROOT): size_and_digest(path)[1] for path in paths}
     command = " ".join([*launch.command[2:], *recipe, f"--processes_per_host {per_host}"])
@@ -262,23 +246,6 @@ def check_software(directory: Path, own: dict[str, Any]) -> None:
         )
 
 
-def make_directory(path: Path) -> Path:
-    """Creates the directory of this launch, for this user only. Raises UserError: it belongs to a different user.
-
-    torch's rendezvous state is a pickle, so nobody else may write it.
-    """
-    launch_id = hashlib.sha256(f"elastic {os.environ[TOKEN]}".encode()).hexdigest()[:16]
-    directory = path / launch_id
-    try:
-        directory.mkdir(mode=0o700, parents=True, exist_ok=True)
-        owner, mode = directory.stat().st_uid, directory.stat().st_mode
-    except OSError as error:
-        raise UserError(f"--rendezvous {path} cannot be written ({error.strerror}); name another directory") from error
-    if owner != os.geteuid() or mode & 0o022:
-        raise UserError(f"--rendezvous {directory} can be written by others; remove it, or name another directory")
-    return directory
-
-
 def prepare_environment(words: list[str], launch: Launch, per_host: int) -> None:
     """Sets the variables of the config file that `accelerate launch` would set."""
     args, config, _ = read_launch(words)
@@ -297,12 +264,12 @@ def parse() -> tuple[argparse.Namespace, list[str], Launch, list[str]]:
     formatter = argparse.RawDescriptionHelpFormatter
     parser = CommandParser(description=__doc__, formatter_class=formatter, allow_abbrev=False)
     parser.add_argument("--hosts", type=hosts_range, required=True, metavar="MIN:MAX", help="number of hosts")
-    parser.add_argument("--processes_per_host", type=int, metavar="P", help="default: GPUs of this host, or 1")
+    parser.add_argument("--processes_per_host", type=positive, metavar="P", help="default: GPUs of this host, or 1")
     parser.add_argument("--rendezvous", metavar="DIR", help="shared by all hosts (default: OUTPUT_DIR.hosts)")
     parser.add_argument("--address", metavar="IP", help="of this host for the others (default: of its default route)")
-    parser.add_argument("--wait", type=int, default=30, metavar="S", help="seconds to wait for more hosts (30)")
+    parser.add_argument("--wait", type=positive, default=30, metavar="S", help="seconds to wait for more hosts (30)")
     about = "restarts in a row without a new checkpoint, before a host leaves (10)"
-    parser.add_argument("--max_restarts", type=int, default=10, metavar="N", help=about)
+    parser.add_argument("--max_restarts", type=positive, default=10, metavar="N", help=about)
     parser.add_argument("command", nargs=argparse.REMAINDER, help="accelerate launch, and all that follows it")
     args = parser.parse_args()
     if len(args.command) < 3 or Path(args.command[0]).name != "accelerate" or args.command[1] != "launch":
@@ -357,7 +324,7 @@ def run(args: argparse.Namespace, words: list[str], launch: Launch, recipe: list
         "signals-to-handle": "SIGTERM,SIGINT,SIGHUP,SIGQUIT,SIGUSR1",
     }
     if "--shutdown-timeout" in get_args_parser().format_help():  # torch 2.11 has a fixed timeout
-        options["shutdown-timeout"] = SHUTDOWN_SECONDS
+        options["shutdown-timeout"] = SAVE_SECONDS
     torchrun([*(f"--{name}={value}" for name, value in options.items()), *recipe])
 
 

@@ -3,9 +3,10 @@
     python tests/elastic_runs.py --runs 50 --config multi_cpu --mixed_precision no
 
 Each host is a network namespace of this machine with its own host name (needs root and iproute2). A run begins on three
-hosts; each event comes at a random update: a host is killed, its cable is cut and it is killed, it is frozen, or it is
-asked to leave; the hosts that are gone return. Every run must end by itself, with the samples and learning rates of
-each update exactly as in the undisturbed run, and its losses to 1e-5 (relative); --tolerance changes that.
+hosts; each event comes at a random update: a host or only its launcher is killed, its cable is cut and it is killed, it
+is frozen, or it is asked to leave; the hosts that are gone return. Every run must end by itself, with the samples and
+learning rates of each update exactly as in the undisturbed run, and its losses to 1e-5 (relative); --tolerance changes
+that.
 Results are written to --results, a JSON file.
 """
 
@@ -33,7 +34,7 @@ from common.checkpoint.read import list_checkpoints  # noqa: E402
 from common.report.tracking import versions  # noqa: E402
 
 NUM_HOSTS = 3
-KINDS = ("kill", "cut", "freeze", "leave")
+KINDS = ("kill", "cut", "freeze", "leave", "launcher")
 
 
 def ip(*words):
@@ -133,6 +134,10 @@ class ElasticRun:
     def lose(self, host, kind):
         if kind == "freeze":
             return self.signal_all(host, signal.SIGSTOP)
+        if kind == "launcher":  # alone: its processes save, and end
+            program_of(self.processes[host]).kill()
+            self.processes.pop(host).wait(timeout=120)
+            return None
         if kind == "leave":
             program_of(self.processes[host]).send_signal(signal.SIGTERM)
             self.processes.pop(host).wait(timeout=120)

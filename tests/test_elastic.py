@@ -8,6 +8,7 @@ import os
 import re
 import shutil
 import subprocess
+import threading
 
 import pytest
 from conftest import BIN, ROOT, assert_refused, base_env, launch, quick_python, read_metrics, run
@@ -16,7 +17,9 @@ from running import give_up, need
 
 from common.checkpoint.save_interval import FIRST, SaveInterval
 from common.checkpoint.training_state import TrainingState
+from common.errors import UserError
 from common.report.totals import SAVING
+from launchers.shared_files import SharedFiles, make_directory
 
 TOKEN = "one-secret-of-all-hosts"
 
@@ -48,15 +51,15 @@ def test_a_run_continues_while_hosts_die_leave_and_return(cluster, functions_fil
 
     Control: with `use_started_hosts` removed, or with the number of hosts of the first start, no update is made.
     """
-    words = flags(functions_file, model_dir, 100)
+    words = flags(functions_file, model_dir, 200)
     launch(*words, "--output_dir", tmp_path / "one", "--save_every", 0)
     elastic = ElasticRun(cluster, tmp_path, "fsdp2", ["--mixed_precision", "no"], recipe(*words), wait=1)
-    events = [("kill", 0), ("leave", 1), ("return", 0), ("return", 1)]
+    events = [("launcher", 0), ("leave", 1), ("return", 0), ("kill", 2), ("return", 1), ("return", 2)]
     try:
         for host in range(cluster.num_hosts):
             elastic.start(host)
         elastic.wait_for(lambda line: line["update"] >= 5)
-        for (kind, host), size in zip(events, (2, 1, 2, 3), strict=True):
+        for (kind, host), size in zip(events, (2, 1, 2, 1, 2, 3), strict=True):
             elastic.bring_back(host) if kind == "return" else elastic.lose(host, kind)
             elastic.wait_for(lambda line, size=size: line["world_size"] == size)
         assert set(elastic.wait().values()) == {0}, elastic.tails()
@@ -141,6 +144,39 @@ def test_resume_auto_starts_continues_and_replaces(functions_file, model_dir, tm
     assert_refused(changed, "holds a run of other flags that was stopped before its first checkpoint")
     launch(*words)
     assert [line["loss"] for line in read_metrics(out)] == [line["loss"] for line in expected]
+
+
+def test_the_shared_state_is_set_only_after_the_state_that_was_read(tmp_path):
+    """Control: without the check of the newest number, the host that was frozen sets a state of its own."""
+    files = SharedFiles(tmp_path)
+    assert files.get_state() is None
+    assert files.set_state(b"1") == (b"1", 1, True)
+    assert files.set_state(b"other", None) == (b"1", 1, False)
+    for number in range(1, 40):
+        assert files.set_state(str(number + 1).encode(), number) == (str(number + 1).encode(), number + 1, True)
+    assert files.set_state(b"stale", 1) == (b"40", 40, False)
+    assert files.get_state() == (b"40", 40)
+    assert len(list(tmp_path.iterdir())) <= files.KEPT
+
+
+def test_a_directory_of_a_running_launch_or_of_others_is_rejected(tmp_path, monkeypatch):
+    monkeypatch.setenv("LAUNCH_TOKEN", TOKEN)
+    monkeypatch.setattr("launchers.shared_files.BEAT", 0.2)
+    directory = make_directory(tmp_path / "hosts")
+    assert directory.stat().st_mode & 0o777 == 0o700 and make_directory(tmp_path / "hosts") == directory
+    SharedFiles(directory).set_state(b"first")
+    monkeypatch.setenv("LAUNCH_TOKEN", "a-different-secret")
+    assert make_directory(tmp_path / "hosts") != directory  # the other launch sends nothing more
+    SharedFiles(directory).set_state(b"second", 1)
+    beat = threading.Timer(0.4, SharedFiles(directory).set_state, (b"third", 2))
+    beat.start()
+    with pytest.raises(UserError, match="a launch with a different LAUNCH_TOKEN is running there"):
+        make_directory(tmp_path / "hosts")
+    beat.join()
+    (tmp_path / "open").mkdir()
+    (tmp_path / "open").chmod(0o777)
+    with pytest.raises(UserError, match="can be written by others"):
+        make_directory(tmp_path / "open")
 
 
 LOCK = """

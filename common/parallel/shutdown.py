@@ -17,7 +17,7 @@ from common.errors import reported_in_one_line
 from common.output import guard_output
 from common.parallel import liveness
 from common.parallel.liveness import wait_for_all
-from common.process import this_process
+from common.process import ELASTIC_ID, this_process
 from common.training.stop_signals import keep_early_requests
 
 
@@ -31,7 +31,7 @@ def end_run(accelerator: Accelerator, status: int = 0) -> None:
     if this_process().remote is not None:
         this_process().remote.finish()
     with suppress(dist.DistError):  # the store died with the launcher of rank 0; the barrier below waits as well
-        if not launcher.has_died():
+        if not launcher.has_died() or os.environ.get("GROUP_RANK", "0") != "0" or ELASTIC_ID in os.environ:
             wait_for_all()  # meanwhile rank 0 may still write results
     accelerator.wait_for_everyone()
     for tracker in accelerator.trackers:
