@@ -2,7 +2,6 @@
 
 import sys
 from pathlib import Path
-from typing import Any
 
 from common import argument_checks
 from common.checkpoint.read import list_checkpoints
@@ -38,12 +37,14 @@ def _choose(args: Arguments, path: Path) -> tuple[list[str], bool, bool]:
     earlier = read_earlier(path)
     if earlier.get("status") in (None, "finished"):
         return argument_checks.check_output_dir(path, False, is_locked=True), False, False
-    if words(earlier["command"]) != words(sys.argv):
+    if _without_resume(earlier["command"]) != _without_resume(sys.argv):
         line = f"--resume auto: {path} holds a run of other flags that was stopped before its first checkpoint"
         return [f"{line}; delete it with --overwrite instead of --resume, or name another directory"], False, False
     return [], False, True
 
 
-def words(command: list[str]) -> list[Any]:
-    """Returns the words of a command line that decide which run it is."""
-    return [word for word in command[1:] if not word.startswith("--resume") and word != "auto"]
+def _without_resume(command: list[str]) -> list[str]:
+    """Returns the flags of a command line without --resume and its value."""
+    pairs = zip(command, command[1:], strict=False)
+    values = ("--resume", "auto")
+    return [word for before, word in pairs if word.partition("=")[0] != "--resume" and (before, word) != values]

@@ -69,7 +69,7 @@ class RemoteOutput:
             self.storage = Storage(url)
         except Exception as error:  # the type depends on the library
             raise UserError(explain(f"--output_dir {url}", error)) from error
-        self.is_started = self.is_over = self.must_empty = False
+        self.is_fetched = self.is_started = self.is_over = self.must_empty = False
         self.thread: threading.Thread | None = None  # the upload
         self.problem: str | None = None  # of the last upload, which is then incomplete
         self.sent: dict[str, tuple[int, int]] = {}  # size and modification time of each record in the storage
@@ -107,8 +107,10 @@ class RemoteOutput:
             )
 
     def fetch(self) -> None:
-        """Downloads the newest valid checkpoint, if it is not here; see `remote_resume.fetch`."""
-        fetch(self.storage, self.local, self.keep_best)
+        """Downloads the newest valid checkpoint, if it is not here (`remote_resume.fetch`); only at the first call."""
+        if not self.is_fetched:
+            fetch(self.storage, self.local, self.keep_best)
+            self.is_fetched = True
 
     def start(self, overwrite: bool) -> None:
         """Starts to send files; all checks have passed, and run.json is written. With --overwrite, empties the URL."""
@@ -162,7 +164,7 @@ class RemoteOutput:
         except Exception as error:  # the type depends on the library
             self.problem = explain(f"--output_dir {self.url}", error)
             if not self.is_over:
-                later = "the run goes on with local files, and sends them at the next save"
+                later = "the run continues with local files, and sends them at the next save"
                 print(f"{self.problem}; {later}", file=sys.stderr, flush=True)
 
     def _send(self, checkpoints: bool) -> None:

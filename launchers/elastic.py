@@ -57,8 +57,9 @@ from common.errors import UserError, raise_errors  # noqa: E402
 from common.files import size_and_digest  # noqa: E402
 from common.internals.accelerate import read_launch  # noqa: E402
 from common.output import guard_output  # noqa: E402
-from common.parallel.channel import TOKEN  # noqa: E402
+from common.parallel.channel import TOKEN, find_token_problems  # noqa: E402
 from common.parallel.launch import Launch, parse_launch  # noqa: E402
+from common.parallel.rank_connection import own_address  # noqa: E402
 from common.process import ELASTIC_ID  # noqa: E402
 from common.training.stop_signals import STOPPED  # noqa: E402
 from common.versions import versions  # noqa: E402
@@ -163,11 +164,10 @@ def hosts_range(text: str) -> tuple[int, int]:
     return int(least), int(most or least)
 
 
-def own_address() -> str:
+def default_address() -> str:
     """Returns the address of this host on its default route, or its name without one."""
-    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe, suppress(OSError):
-        probe.connect(("192.0.2.1", 9))  # UDP: sends nothing, but selects the route; the address is for documentation
-        return probe.getsockname()[0]
+    with suppress(OSError):
+        return own_address("192.0.2.1")  # an address for documentation; nothing is sent to it
     return HOST
 
 
@@ -205,12 +205,7 @@ def check(launch: Launch, recipe: list[str], per_host: int) -> list[str]:
         problems.append("--output_dir is missing: the hosts continue from its checkpoints")
     if find_flag(recipe, "--resume") != "auto":
         problems.append("--resume auto is missing: without it, a restart would begin anew; add it to the recipe")
-    if len(os.environ.get(TOKEN, "")) < 16:
-        problems.append(
-            f"{TOKEN}: not set, or not 16 characters long; set it to one secret on all hosts, such as the "
-            "output of: openssl rand -hex 16"
-        )
-    return problems
+    return problems + find_token_problems()
 
 
 def describe_software(launch: Launch, recipe: list[str], per_host: int) -> dict[str, Any]:
@@ -285,11 +280,12 @@ def parse() -> tuple[argparse.Namespace, list[str], Launch, list[str]]:
 
 def run(args: argparse.Namespace, words: list[str], launch: Launch, recipe: list[str], note: Path) -> None:
     """Runs torch's elastic agent on this host until the run has ended or this host leaves."""
-    output_dir = Path(find_flag(recipe, "--output_dir") or "")
-    if "://" in str(find_flag(recipe, "--output_dir")):
+    place = find_flag(recipe, "--output_dir") or ""
+    output_dir = Path(place)
+    if "://" in place:
         from common.remote_output import local_directory
 
-        output_dir = local_directory(str(find_flag(recipe, "--output_dir")).rstrip("/"))
+        output_dir = local_directory(place.rstrip("/"))
     directory = make_directory(Path(args.rendezvous or f"{output_dir}.hosts"))
     check_software(directory, describe_software(launch, recipe, args.processes_per_host))
     prepare_environment(words, launch, args.processes_per_host)
@@ -320,7 +316,7 @@ def run(args: argparse.Namespace, words: list[str], launch: Launch, recipe: list
         "rdzv-id": directory.name,
         "max-restarts": 10**9,  # `Hosts` counts them, because torch also counts those after a lost host
         "monitor-interval": 0.5,
-        "local-addr": args.address or own_address(),
+        "local-addr": args.address or default_address(),
         "signals-to-handle": "SIGTERM,SIGINT,SIGHUP,SIGQUIT,SIGUSR1",
     }
     if "--shutdown-timeout" in get_args_parser().format_help():  # torch 2.11 has a fixed timeout

@@ -42,7 +42,7 @@ sys.path.insert(1, str(Path(__file__).resolve().parent.parent))
 from common.command_parser import CommandParser  # noqa: E402
 from common.errors import UserError, raise_errors  # noqa: E402
 from common.output import guard_output  # noqa: E402
-from common.parallel.channel import TOKEN, Channel, Door, is_rank, is_text, launch_key  # noqa: E402
+from common.parallel.channel import TOKEN, Channel, Door, find_token_problems, is_rank, is_text, launch_key  # noqa: E402
 from common.parallel.launch import Launch, parse_launch  # noqa: E402
 from common.parallel.process_checks import check_machines  # noqa: E402
 
@@ -65,10 +65,7 @@ def flags_of(asked: Launch) -> str:
 
 def check_token(asked: Launch) -> list[str]:
     """Problems with the secret that keeps other programs out."""
-    if asked.num_machines == 1 or len(os.environ.get(TOKEN, "")) >= 16:
-        return []
-    start = "not 16 characters long" if os.environ.get(TOKEN) else "not set"
-    return [f"{TOKEN}: {start}; set it to one secret on all machines, such as the output of: openssl rand -hex 16"]
+    return [] if asked.num_machines == 1 else find_token_problems()
 
 
 def why(error: OSError) -> str:

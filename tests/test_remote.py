@@ -139,7 +139,7 @@ def test_a_storage_that_goes_away_does_not_end_training(storage, model_dir, func
     result = run([*command, "--overwrite"], **env)
     (output,) = tmp_path.glob("accelerate_recipes/run-away-*/")
     assert_mistake(result, f"not all files of the run were sent; they are in {output}")
-    assert "the run goes on with local files, and sends them at the next save" in result.stderr
+    assert "the run continues with local files, and sends them at the next save" in result.stderr
     assert len(read_metrics(output)) == 12 and (output / "model/model.safetensors").is_file()
     proxy.is_down, proxy.on_put = False, None
     names, problems = remote_checkpoints(env, "runs/away", tmp_path / "seen")

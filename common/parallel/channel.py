@@ -34,6 +34,15 @@ def is_single_host() -> bool:
     return int(os.environ.get("LOCAL_WORLD_SIZE", 1)) == started_world_size()
 
 
+def find_token_problems() -> list[str]:
+    """Returns a line if LAUNCH_TOKEN, which keeps other programs out of a launch on several hosts, is not a secret."""
+    token = os.environ.get(TOKEN, "")
+    if len(token) >= 16:
+        return []
+    problem = "not 16 characters long" if token else "not set"
+    return [f"{TOKEN}: {problem}; set it to one secret on all machines, such as the output of: openssl rand -hex 16"]
+
+
 def launch_key(number: str) -> bytes:
     """Returns the key for the messages of this launch.
 

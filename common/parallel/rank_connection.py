@@ -35,15 +35,15 @@ def name_interface() -> None:
     if is_single_host() or "GLOO_SOCKET_IFNAME" in os.environ:
         return
     remote = liveness.decided_by_main("remote address", _remote_address)
-    mine = _own_address(os.environ["MASTER_ADDR"])
+    mine = own_address(os.environ["MASTER_ADDR"])
     if remote is not None and ipaddress.ip_address(mine).is_loopback:
-        mine = _own_address(remote)
+        mine = own_address(remote)
     for name, addresses in psutil.net_if_addrs().items():
         if mine in [interface.address.split("%")[0] for interface in addresses]:
             os.environ["GLOO_SOCKET_IFNAME"] = name
 
 
-def _own_address(other: str) -> str:
+def own_address(other: str) -> str:
     """Returns the address of this host on the route to a different host."""
     family, kind, _, _, address = socket.getaddrinfo(other, 9, type=socket.SOCK_DGRAM)[0]
     with socket.socket(family, kind) as probe:
