@@ -213,13 +213,12 @@ def test_a_damaged_or_unfinished_checkpoint_is_not_resumed(storage, monkeypatch,
     fsspec.get_filesystem_class("s3").clear_instance_cache()
     bucket(env).put(str(undisturbed / "run"), "bucket/runs/damaged", recursive=True)
     bucket(env).pipe_file("bucket/runs/damaged/checkpoints/update-000012/rank-00000.safetensors", b"other")
-    output = RemoteOutput("s3://bucket/runs/damaged", tmp_path / "here", keep_best=False)
-    output.fetch()
+    RemoteOutput("s3://bucket/runs/damaged", tmp_path / "here", keep_best=False).fetch()
     assert [path.name for path, _ in list_checkpoints(tmp_path / "here")[0]] == ["update-000009"]
     assert read_metrics(tmp_path / "here") == read_metrics(undisturbed / "run")
     before = bucket(env).find("bucket/runs/damaged")
     (tmp_path / "here/checkpoints/update-000009/rank-00000.json").write_text("damaged here")
-    output.fetch()
+    RemoteOutput("s3://bucket/runs/damaged", tmp_path / "here", keep_best=False).fetch()  # the next start
     assert find_damage(*list_checkpoints(tmp_path / "here")[0][0]) is None
     assert bucket(env).find("bucket/runs/damaged") == before
     bucket(env).rm_file("bucket/runs/damaged/checkpoints/update-000009/manifest.json")
