@@ -1,12 +1,16 @@
 """The image-classification recipe, run as a user runs it, and the data that it refuses."""
 
 import functools
+import hashlib
 import importlib.util
 import itertools
 import json
 import math
+import random
 import shutil
 import weakref
+from collections import Counter
+from dataclasses import replace
 
 import datasets
 import numpy as np
@@ -23,14 +27,14 @@ from conftest import (
     run_recipe_alone,
     run_specs,
 )
-from PIL import Image
+from PIL import Image, ImageOps
 from safetensors.torch import load_file
 from sklearn.datasets import load_digits
 from transformers import AutoImageProcessor, AutoModelForImageClassification, pipeline
 
 from common.checkpoint.format import hash_of
 from common.errors import UserError
-from common.tasks.vision import image_files, images
+from common.tasks.vision import decoded_images, image_files, images
 from common.tasks.vision.image_models import ConvNet, ConvNetConfig
 from recipes import vision
 
@@ -242,6 +246,39 @@ def test_augmentation_depends_on_seed_epoch_and_image_only(data):
     others = [images.ImageSamples(found, preprocessing, ("shift", "flip"), seed=4).of_epoch(2), samples.of_epoch(3)]
     for other in [*others, images.ImageSamples(found, preprocessing)]:
         assert sum((other[i][0] != first[i]).any() for i in range(42)) > 20
+
+
+def test_an_image_is_decoded_once_and_augmented_as_by_pillow(tmp_path, monkeypatch):
+    """Of gray and colour images of several sizes, for models that take colours or gray images."""
+    generator, names = np.random.default_rng(0), ("flip", "shift")
+    for number in range(9):
+        (tmp_path / f"{number % 2}").mkdir(exist_ok=True)
+        pixels = generator.integers(0, 256, (20 + number, 24) + ((3,) if number % 3 else ()), np.uint8)
+        Image.fromarray(pixels).save(tmp_path / f"{number % 2}/{number}.png")
+    found, opened = image_files.folder(tmp_path), []
+    monkeypatch.setattr(images, "open_image", lambda *args: opened.append(args[1]) or image_files.open_image(*args))
+    colours = images.preprocess(found, (16, 18))
+    for preprocessing in (colours, replace(colours, mean=colours.mean[:1], std=colours.std[:1])):
+        channels, samples = len(preprocessing.mean), images.ImageSamples(found, preprocessing, names, seed=3)
+        opened.clear()
+        for epoch, index in itertools.product(range(3), range(9)):
+            image = images.scaled(image_files.open_image(found, index), 16, 18)
+            digest = hashlib.blake2b(f"3/{epoch}/{index}".encode(), digest_size=8).digest()
+            draws = random.Random(int.from_bytes(digest, "little") >> 1)
+            image = ImageOps.mirror(image) if draws.random() < 0.5 else image
+            down, right = draws.randint(-2, 2), draws.randint(-2, 2)
+            rows, columns = np.clip(np.arange(16) - down, 0, 15), np.clip(np.arange(18) - right, 0, 17)
+            expected = images.to_array(Image.fromarray(np.asarray(image)[rows][:, columns]), 16, 18, channels)
+            np.testing.assert_array_equal(samples.of_epoch(epoch)[index][0], expected)
+        # A model that takes gray images keeps only these.
+        assert Counter(opened) == {index: 1 if channels == 3 or index % 3 == 0 else 3 for index in range(9)}
+    size = 9 * 3 * 16 * 18
+    for limit, times in ((size, 1), (size - 1, 2)):
+        monkeypatch.setattr(decoded_images, "KEPT_BYTES", limit)
+        samples = images.ImageSamples(found, colours)
+        opened.clear()
+        assert [len(samples[0]), len(samples[0])] == [2, 2]
+        assert opened == [0] * times
 
 
 def test_the_torchvision_augmentations_are_a_function_of_the_image_too(data):

@@ -5,8 +5,9 @@
     samples = ImageSamples(train, preprocessing, augment=("shift",), seed=0)
     collate = partial(collate_images, preprocessing=preprocessing)
 
-An image is decoded when its global batch is built, on the DataLoader's workers if there are any. Its augmentation is a
-function of (seed, epoch, index of the image), so that the update is the same for any split and after a resume.
+An image is decoded when its global batch is first built, on the DataLoader's workers if there are any; small datasets
+are then kept in memory (`decoded_images`). Its augmentation is a function of (seed, epoch, index of the image), so that
+the update is the same for any split and after a resume.
 """
 
 import copy
@@ -14,19 +15,20 @@ import hashlib
 import json
 import random
 from collections.abc import Iterable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
-from PIL import Image, ImageOps
+from PIL import Image
 from transformers import PreTrainedConfig
 from transformers.image_processing_base import ImageProcessingMixin
 
 from common.data.hub import locate_pretrained
 from common.errors import UserError, one_line
+from common.tasks.vision.decoded_images import DecodedImages
 from common.tasks.vision.image_files import DIGITS, Images, evenly_spaced, fingerprint_of, open_image
 
 # "shift" and "flip" are implemented here because torchvision is optional: PyPI has no wheel for a CPU build of torch.
@@ -160,8 +162,18 @@ def scaled(image: Image.Image, height: int, width: int) -> Image.Image:
 
 def to_array(image: Image.Image, height: int, width: int, channels: int) -> np.ndarray:
     """Returns the image as uint8 (channels, height, width)."""
-    pixels = np.asarray(scaled(image, height, width).convert("L" if channels == 1 else "RGB"))
-    return pixels[None] if channels == 1 else np.ascontiguousarray(pixels.transpose(2, 0, 1))
+    return channels_first(scaled(image, height, width).convert("L" if channels == 1 else "RGB"))
+
+
+def channels_first(image: Image.Image) -> np.ndarray:
+    """Returns the pixels of an image of mode L or RGB, uint8 (1 or 3, height, width)."""
+    pixels = np.asarray(image)
+    return pixels[None] if image.mode == "L" else np.ascontiguousarray(pixels.transpose(2, 0, 1))
+
+
+def to_image(pixels: np.ndarray) -> Image.Image:
+    """Returns the image with these pixels, uint8 (1 or 3, height, width): the inverse of `channels_first`."""
+    return Image.fromarray(pixels[0] if len(pixels) == 1 else np.ascontiguousarray(pixels.transpose(1, 2, 0)))
 
 
 def check_augmentations(names: Iterable[str]) -> Iterator[str]:
@@ -192,6 +204,7 @@ class ImageSamples:
         self.epoch = 0
         self.shape = (len(preprocessing.mean), preprocessing.height, preprocessing.width)
         self.num_target_tokens = len(images.labels)
+        self.decoded = DecodedImages(len(images.labels), self.shape)  # shared by all epochs
 
     @property
     def labels(self) -> np.ndarray:
@@ -215,16 +228,23 @@ class ImageSamples:
     def __getitem__(self, index: int) -> tuple[np.ndarray, int]:
         channels, height, width = self.shape
         index = int(index)
+        pixels = self.decoded.get(index)
+        if pixels is None:
+            pixels = self._decode(index)
+            self.decoded.put(index, pixels)
+        if self.augment:
+            pixels = augmented(pixels, self.augment, f"{self.seed}/{self.epoch}/{index}", height, width)
+        if len(pixels) != channels:  # a gray image among colours, or a colour image for a model that takes gray images
+            pixels = np.repeat(pixels, 3, axis=0) if channels == 3 else to_array(to_image(pixels), height, width, 1)
+        return pixels, int(self.images.labels[index])
+
+    def _decode(self, index: int) -> np.ndarray:
+        """Returns an image before its augmentation, uint8 (1 or 3, H, W); of its own size if "crop" scales a part."""
+        _, height, width = self.shape
         image = open_image(self.images, index)
         if not self.is_scaled and image.size != (width, height):
             raise UserError(_sizes_differ(self.images, index, image, (width, height), "others"))
-        if self.augment:
-            if "crop" not in self.augment:  # "crop" scales a part of the full image
-                image = scaled(image, height, width)
-            with _own_random_stream(f"{self.seed}/{self.epoch}/{index}"):
-                for name in self.augment:
-                    image = augmented(image, name, height, width)
-        return to_array(image, height, width, channels), int(self.images.labels[index])
+        return channels_first(image if "crop" in self.augment else scaled(image, height, width))
 
     def dummy_sample(self) -> tuple[np.ndarray, int]:
         """Returns a black image with the label -1, so that it has no target."""
@@ -245,33 +265,40 @@ class ImageSamples:
         return line + (f"; {self.images.unused}" if self.images.unused else "")
 
 
+def augmented(pixels: np.ndarray, names: Iterable[str], key: str, height: int, width: int) -> np.ndarray:
+    """Returns an image, uint8 (1 or 3, H, W), after some of `AUGMENTATIONS`, whose random numbers follow from `key`."""
+    seed = int.from_bytes(hashlib.blake2b(key.encode(), digest_size=8).digest(), "little") >> 1
+    draws = random.Random(seed)
+    with _own_torch_stream(seed) if {"crop", "rand"} & set(names) else nullcontext():
+        for name in names:
+            if name == "flip":
+                pixels = pixels[:, :, ::-1] if draws.random() < 0.5 else pixels
+            elif name == "shift":
+                pixels = _shifted(pixels, draws)
+            else:
+                from torchvision import transforms  # optional, and its import takes seconds
+
+                transform = (
+                    transforms.RandomResizedCrop((height, width)) if name == "crop" else transforms.RandAugment()
+                )
+                pixels = channels_first(transform(to_image(pixels)))
+    return pixels
+
+
 @contextmanager
-def _own_random_stream(key: str) -> Iterator[None]:
-    """Context with Python's and torch's RNG seeded from `key`; restores both, because dropout uses torch's RNG."""
-    number = int.from_bytes(hashlib.blake2b(key.encode(), digest_size=8).digest(), "little") >> 1
-    before = random.getstate()
+def _own_torch_stream(seed: int) -> Iterator[None]:
+    """Context with torch's RNG seeded, for torchvision; restores its state, because dropout uses the same RNG."""
     with torch.random.fork_rng(devices=[]):
-        random.seed(number)
-        torch.default_generator.manual_seed(number)  # torch.manual_seed would also seed the GPUs
-        try:
-            yield
-        finally:
-            random.setstate(before)
+        torch.default_generator.manual_seed(seed)  # torch.manual_seed would also seed the GPUs
+        yield
 
 
-def augmented(image: Image.Image, name: str, height: int, width: int) -> Image.Image:
-    """Returns the image after one of `AUGMENTATIONS`, which draws from Python's and torch's RNG."""
-    if name == "flip":
-        return ImageOps.mirror(image) if random.random() < 0.5 else image
-    if name == "shift":
-        down, right = (random.randint(-(side // 8), side // 8) for side in (image.height, image.width))
-        rows = np.clip(np.arange(image.height) - down, 0, image.height - 1)
-        columns = np.clip(np.arange(image.width) - right, 0, image.width - 1)
-        return Image.fromarray(np.asarray(image)[rows][:, columns])
-    from torchvision import transforms  # optional, and its import takes seconds
-
-    transform = transforms.RandomResizedCrop((height, width)) if name == "crop" else transforms.RandAugment()
-    return transform(image)
+def _shifted(pixels: np.ndarray, draws: random.Random) -> np.ndarray:
+    _, height, width = pixels.shape
+    down, right = (draws.randint(-(side // 8), side // 8) for side in (height, width))
+    if down:
+        pixels = pixels[:, np.clip(np.arange(height) - down, 0, height - 1)]
+    return pixels[:, :, np.clip(np.arange(width) - right, 0, width - 1)] if right else pixels
 
 
 def collate_images(samples: list[tuple[np.ndarray, int]], preprocessing: Preprocessing) -> dict[str, torch.Tensor]:
@@ -281,7 +308,7 @@ def collate_images(samples: list[tuple[np.ndarray, int]], preprocessing: Preproc
     labels = np.array([label for _, label in samples], np.int64)
     rows = np.flatnonzero(labels >= 0)  # a dummy sample has no target
     return {
-        "pixel_values": (pixels / 255 - mean) / std,
+        "pixel_values": pixels.div_(255).sub_(mean).div_(std),  # in place, because photos fill hundreds of MB
         "targets": torch.from_numpy(labels[rows]),
         "target_rows": torch.from_numpy(rows),
     }
