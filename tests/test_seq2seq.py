@@ -1,5 +1,7 @@
 """The encoder-decoder recipe: the laws on two sequences a sample, its own data, what it writes, and its figures."""
 
+import argparse
+import functools
 import json
 import shutil
 import sys
@@ -8,6 +10,7 @@ import textwrap
 import numpy as np
 import pytest
 import torch
+from accelerate import Accelerator
 from conftest import (
     assert_mistake,
     assert_same_update,
@@ -39,7 +42,7 @@ from common.data.sources import open_source
 from common.data.tokenizer import train_tokenizer
 from common.errors import UserError
 from common.models.load import build_model
-from common.tasks.seq2seq.encoder_decoder import prepare_encoder_decoder
+from common.tasks.seq2seq.encoder_decoder import prepare_encoder_decoder, write_targets
 from common.tasks.seq2seq.pairs import collate_pairs, docstring_corpus, split_docstring, tokenize_pairs
 from recipes import seq2seq
 
@@ -224,6 +227,31 @@ def test_the_update_is_the_same_however_the_global_batch_is_cut(files, model_dir
         assert figures["validation_loss"] == pytest.approx(expected["validation_loss"], rel=1e-12)
         assert figures["examples"] == expected["examples"] and figures["num_generated"] == 5
     assert relative_difference(runs["means"][0], runs[first][0]) > 0.01
+
+
+@pytest.mark.parametrize("config_class", [T5Config, BartConfig])
+def test_targets_are_written_in_large_batches_with_a_cache(config_class, files, tokenizer):
+    """They equal those of transformers for one source at a time, although the model's files set no cache."""
+    model = make_model(config_class, tokenizer)
+    model.config.use_cache = model.generation_config.use_cache = False
+    pairs = tokenize_pairs(Source(files=(str(files[1]),)), ("source", "target"), tokenizer, 64, 24)
+    expected = {}
+    for index in range(13):
+        source = torch.from_numpy(pairs[index][0]).unsqueeze(0)
+        expected[index] = model.generate(source, max_new_tokens=24, do_sample=False)[0].tolist()
+    start, shapes = model.config.decoder_start_token_id, []
+    model.get_decoder().register_forward_pre_hook(
+        lambda _, args, inputs: shapes.append(tuple((args or (inputs["input_ids"],))[0].shape)), with_kwargs=True
+    )
+    collate = functools.partial(collate_pairs, pad_token_id=tokenizer.pad_token_id, decoder_start_token_id=start)
+    args = argparse.Namespace(generate=13, target_length=24, activation_checkpointing="none")
+    for limits in ({"micro_batch_size": 1, "micro_batch_tokens": None}, {"micro_batch_size": None}):
+        vars(args).update({"micro_batch_tokens": 64 + 24} | limits)
+        shapes.clear()
+        written = write_targets(args, model, pairs, collate, Accelerator(cpu=True), tokenizer)
+        assert {length for _, length in shapes} == {1} and max(rows for rows, _ in shapes) == 8
+        for index, ids in expected.items():
+            assert written[index][: len(ids)] == ids and not set(written[index][len(ids) :]) - {tokenizer.pad_token_id}
 
 
 # --- figures, resume -------------------------------------------------------------------------------------------------

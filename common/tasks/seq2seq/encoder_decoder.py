@@ -24,9 +24,13 @@ from common.parallel.distributed_mode import is_sharded
 from common.tasks.seq2seq.pairs import Pairs
 from common.training.batching import Collate
 from common.training.micro_batch_partition import split_global_batch
+from common.training.precision import weights_cast_once
 
 # The recipe's arguments of `Traits`.
 TRAITS = {"size_flags": ("sequence_length", "target_length"), "held_out_flags": ("generate",)}
+# Size of a batch that generates, relative to a micro-batch. Without a graph, a layer keeps only keys and values of each
+# token: about a tenth of its activations in training, unless these are recomputed.
+GENERATION_FACTOR = 8
 SHAPE = ("num_layers", "d_model", "num_heads", "d_kv", "d_ff")
 TOKENIZERS = {
     "bpe": "trained on your text, with the vocabulary size of --model_config",
@@ -100,35 +104,40 @@ def write_targets(
 ) -> dict[int, list[int]]:
     """Generates targets greedily for --generate evenly spaced samples; returns {sample id: token ids} on all ranks.
 
-    The samples are partitioned among the ranks like a global batch, each with the maximum length that it can reach.
+    The samples are partitioned among the ranks like a global batch, each with the maximum length that it can reach, in
+    batches larger than micro-batches, because a step of the decoder takes nearly as long for few samples.
     """
     ids = np.unique(np.linspace(0, len(samples) - 1, min(args.generate, len(samples))).astype(int))
     lengths = np.maximum(samples.lengths(ids), [0, args.target_length])
-    budget = args.micro_batch_tokens and max(args.micro_batch_tokens, int(lengths.sum(1).max()))
+    factor = GENERATION_FACTOR if args.activation_checkpointing == "none" else 1
+    # All batches have the same number of samples, because a batch takes as many steps as its longest answer has tokens.
+    size = args.micro_batch_size or args.micro_batch_tokens / int(lengths.sum(1).max())
     model.eval()
     generator: Any = without_wrapper(model)
     register_fsdp_forward_method(generator, "generate")  # FSDP2: all-gathers weights; else no effect
     written: list[tuple[int, list[int]]] = []
-    shares = split_global_batch(lengths, accelerator.num_processes, args.micro_batch_size, budget)
-    for positions in shares[accelerator.process_index]:
-        # Dummy samples and synced_gpus: if weights are sharded, every rank must participate in every forward.
-        micro_batch = collate([samples[i] for i in ids[positions]] or [samples.dummy_sample()])
-        batch = send_to_device(micro_batch, accelerator.device)
-        # generate() calls the encoder without the model's autocast; with an adapter, its weights have two dtypes.
-        with accelerator.autocast() if has_adapter(generator) else nullcontext():
-            tokens = generator.generate(
-                batch["input_ids"],
-                attention_mask=batch.get("attention_mask", torch.ones_like(batch["input_ids"])),
-                max_new_tokens=args.target_length,
-                do_sample=False,
-                num_beams=1,
-                synced_gpus=is_sharded(accelerator),
-                # The model's generation_config.json may request stop strings, which need the tokenizer.
-                tokenizer=tokenizer,
-                num_return_sequences=1,
-                return_dict_in_generate=False,
-            )
-        written += zip(ids[positions].tolist(), tokens.tolist(), strict=False)  # drops outputs of a dummy sample
+    shares = split_global_batch(lengths, accelerator.num_processes, max(1, int(size * factor)))
+    with weights_cast_once(args.activation_checkpointing == "none"):
+        for positions in shares[accelerator.process_index]:
+            # Dummy samples and synced_gpus: if weights are sharded, every rank must participate in every forward.
+            micro_batch = collate([samples[i] for i in ids[positions]] or [samples.dummy_sample()])
+            batch = send_to_device(micro_batch, accelerator.device)
+            # generate() calls the encoder without the model's autocast; with an adapter, its weights have two dtypes.
+            with accelerator.autocast() if has_adapter(generator) else nullcontext():
+                tokens = generator.generate(
+                    batch["input_ids"],
+                    attention_mask=batch.get("attention_mask", torch.ones_like(batch["input_ids"])),
+                    max_new_tokens=args.target_length,
+                    do_sample=False,
+                    num_beams=1,
+                    use_cache=True,  # a config saved after training may say False
+                    synced_gpus=is_sharded(accelerator),
+                    # The model's generation_config.json may request stop strings, which need the tokenizer.
+                    tokenizer=tokenizer,
+                    num_return_sequences=1,
+                    return_dict_in_generate=False,
+                )
+            written += zip(ids[positions].tolist(), tokens.tolist(), strict=False)  # drops outputs of a dummy sample
     return dict(sorted(gather_object(written)))
 
 
