@@ -33,6 +33,7 @@ from common.internals import transformers as of_transformers
 from common.internals import transformers_uncommon as rare_transformers
 from common.internals.evaluate import configure
 from common.internals.library import private
+from common.internals.missing_name import describe_missing_name
 from common.versions import TESTED, broken_versions, check_versions, versions
 
 INTERNALS = ROOT / "common/internals"
@@ -90,6 +91,7 @@ def test_each_function_is_tried_here():
 
 
 def test_a_name_that_is_not_there_is_one_line():
+    assert describe_missing_name("no_such_library", "name") is None
     assert private("torch.nn.functional", "dropout") is nn.functional.dropout
     assert private(nn.Linear, "forward") is nn.Linear.forward
     installed = re.escape(versions()["torch"])
@@ -262,6 +264,16 @@ LLAMA = {"vocab_size": 32, "hidden_size": 8, "intermediate_size": 16, "num_hidde
 @pytest.fixture
 def llama():
     return LlamaForCausalLM(LlamaConfig(**LLAMA))
+
+
+def test_a_tokenizer_of_its_own_kind_does_not_encode_with_the_backend_alone(tokenizer):
+    class Own(type(tokenizer)):
+        def _encode_plus(self, *args, **kwargs):
+            return super()._encode_plus(*args, **kwargs)
+
+    assert rare_transformers.encodes_with_backend(tokenizer)
+    assert not rare_transformers.encodes_with_backend(Own(tokenizer_object=tokenizer.backend_tokenizer))
+    assert not rare_transformers.encodes_with_backend(object())
 
 
 def test_models_are_made_and_drawn():

@@ -71,9 +71,8 @@ def only_one(directory: Path) -> AbstractContextManager:
             raise OSError(f"it belongs to user {status.st_uid}, or every user can write to it")
         return FileLock(f"{directory}.lock").acquire()
     except OSError as error:
-        raise UserError(
-            f"cache {directory.parent}: cannot be written ({one_line(error)}); set XDG_CACHE_HOME"
-        ) from error
+        problem = f"cache {directory.parent}: cannot be written ({one_line(error)}); set XDG_CACHE_HOME"
+        raise UserError(problem) from error
 
 
 def _remove_unfinished(root: Path) -> None:

@@ -3,20 +3,19 @@
 from collections import Counter
 from collections.abc import Iterator
 from contextlib import nullcontext
-from functools import partial
 from typing import Any
 
 import numpy as np
 from transformers import PreTrainedTokenizerBase
 
-from common.data.row_texts import text_of
-from common.data.source_types import Row
-from common.data.tokenizer import Encoded, encode_plain, special_tokens_around, with_end_of_text
+from common.data.row_texts import batches, text_of
+from common.data.source_types import Corpus, Row
+from common.data.tokenizer import Encoded, encode_plain, encoded_batches, special_tokens_around, with_end_of_text
 from common.data.too_long import is_left_out
 
 
 def encode_examples(
-    rows: Iterator[list[Row]],
+    corpus: Corpus,
     columns: tuple[str, ...],
     tokenizer: PreTrainedTokenizerBase,
     sequence_length: int,
@@ -27,16 +26,18 @@ def encode_examples(
 
     on_too_long: what happens to a longer row, of `too_long.CHOICES`; None: it is truncated.
     """
-    encode: Any = partial(encode_texts, columns=columns, tokenizer=tokenizer, counts=counts)
     context: Any = nullcontext()
     if columns == ("messages",):
         from common.data.chats import encode_chats, start_rendering
 
         context = start_rendering()
-        encode = partial(encode_chats, tokenizer=tokenizer, counts=counts, process=context)
+        encoded = ((batch, encode_chats(batch, tokenizer, counts, context)) for batch in batches(corpus, columns))
+    else:
+        texts = encoded_batches(corpus, columns, tokenizer)
+        encoded = ((batch[0], _join(batch, tokenizer, counts)) for batch in texts)
     with context:
-        for batch in rows:
-            for row, (ids, is_target, text) in zip(batch, encode(batch), strict=True):
+        for batch, examples in encoded:
+            for row, (ids, is_target, text) in zip(batch, examples, strict=True):
                 length, stored = len(ids) - 1, mark_targets(ids, is_target, sequence_length)
                 if (
                     length > sequence_length
@@ -61,20 +62,24 @@ def encode_examples(
 def encode_texts(
     batch: list[Row], columns: tuple[str, ...], tokenizer: PreTrainedTokenizerBase, counts: Counter
 ) -> Iterator[Encoded]:
-    """Yields a text and eos per row, or with two columns a prompt, a completion and eos.
+    """Returns an iterator over a text and eos per row, or with two columns a prompt, a completion and eos.
 
     Targets are all tokens of the text and eos, or the completion and eos. The text or the prompt is encoded as
     `tokenizer(text)` does; special tokens before a text are not targets. Prompt and completion are tokenised
     separately. At inference, the prompt is tokenised without the completion, so the model would never see a token
     across the boundary. If the prompt is empty and the tokenizer adds no special tokens, eos is the prompt.
     """
-    before, behind = special_tokens_around(tokenizer)
     texts = [[text_of(row, column) for row in batch] for column in columns]
-    ids = [encode_plain(tokenizer, column)["input_ids"] for column in texts]
-    for number in range(len(batch)):
+    encoded = [encode_plain(tokenizer, column)["input_ids"] for column in texts]
+    return _join((batch, texts, encoded), tokenizer, counts)
+
+
+def _join(batch: tuple[Any, ...], tokenizer: PreTrainedTokenizerBase, counts: Counter) -> Iterator[Encoded]:
+    (before, behind), (rows, texts, ids) = special_tokens_around(tokenizer), batch
+    for number in range(len(rows)):
         text = "".join(column[number] for column in texts)
         context, targets = before, ids[0][number] + behind
-        if len(columns) == 2:
+        if len(texts) == 2:
             # A completion must follow a token, because the first token of a sample cannot be a target.
             context, targets = before + ids[0][number] + behind or [tokenizer.eos_token_id], ids[1][number]
             counts["empty"] += bool(text) and not targets

@@ -67,7 +67,7 @@ def read_json_lines(path: str, max_row_bytes: int) -> Iterator[Row]:
             num_blank = count_blank_or_raise(where, num_blank, line, error)
             continue
         num_blank = 0
-        yield Row(where, check_object(values, where))
+        yield Row(where, check_object(values, where), num_bytes=len(line.encode()))
 
 
 def check_object(values: Any, where: str) -> dict[str, Any]:

@@ -2,11 +2,12 @@
 
 from collections.abc import Iterator
 
-from tqdm import tqdm
-
 from common.data.source_types import Corpus, Row
 from common.errors import UserError
 
+# Each batch is (rows, texts, token ids); the latter two are lists by column, then row.
+Batches = Iterator[tuple[list[Row], list[list[str]], list[list[list[int]]]]]
+LARGE_BYTES = 4_000_000  # of a corpus whose tokenisation takes a second or more
 BATCH_CHARACTERS = 1 << 20  # per tokenizer call, which temporarily uses about 100 bytes per token
 
 
@@ -34,14 +35,16 @@ def utf8_length(text: str, where: str) -> int:
 
 def batches(corpus: Corpus, columns: tuple[str, ...], whole_files: bool = False) -> Iterator[list[Row]]:
     """Yields rows in batches of bounded text size, so that memory use does not depend on their length or number."""
-    batch, size = [], 0
-    with tqdm(desc=f"tokenising {corpus.name}", unit="B", unit_scale=True, disable=None) as bar:  # None: not in logs
-        for row in corpus.rows(columns, whole_files):
-            batch.append(row)
-            size += sum(len(value) if isinstance(value, str) else len(str(value)) for value in row.values.values())
-            if size >= BATCH_CHARACTERS or len(batch) == 4096:
-                yield batch
-                bar.update(size)
-                batch, size = [], 0
-        if batch:
+    rows, batch, size = corpus.rows(columns, whole_files), [], 0
+    if not 0 < corpus.num_bytes <= LARGE_BYTES:
+        from common.data.tokenising_progress import with_progress
+
+        rows = with_progress(rows, corpus)
+    for row in rows:
+        batch.append(row)
+        size += sum(len(value) if isinstance(value, str) else len(str(value)) for value in row.values.values())
+        if size >= BATCH_CHARACTERS or len(batch) == 4096:
             yield batch
+            batch, size = [], 0
+    if batch:
+        yield batch

@@ -7,11 +7,12 @@ from typing import Any
 
 from transformers import PreTrainedTokenizerBase
 
-from common.data.row_texts import batches, text_of
-from common.data.source_types import Corpus, Row
+from common.data.source_types import Corpus
 from common.data.token_store import TokenWriter
-from common.data.tokenizer import encode_plain, special_tokens_around, with_end_of_text
+from common.data.tokenizer import encoded_batches, special_tokens_around, with_end_of_text
 from common.errors import UserError
+
+Pieces = Iterator[tuple[Any, str]]  # tokens and their text
 
 
 def write_samples(
@@ -27,14 +28,13 @@ def write_samples(
     """Writes a token store: a stream for blocks and documents; for examples, also the running sum target_counts."""
     is_blocks, is_text = shape == "blocks", len(columns) == 1 and columns != ("messages",)
     counts = Counter(dict.fromkeys(("documents", "targets", "bytes", "truncated", "dropped", "empty", "max_length"), 0))
-    rows = batches(corpus, columns, whole_files=shape != "examples")
-    samples: Iterator[tuple[Any, str]]
+    samples: Pieces
     if shape == "examples":
         from common.data.examples import encode_examples
 
-        samples = encode_examples(rows, columns, tokenizer, sequence_length, counts, on_too_long)
+        samples = encode_examples(corpus, columns, tokenizer, sequence_length, counts, on_too_long)
     else:
-        samples = _encode_stream(rows, columns[0], tokenizer, counts)
+        samples = _encode_stream(corpus, columns, tokenizer, counts)
     if shape == "documents":
         from common.data.documents import mark_documents
 
@@ -57,18 +57,15 @@ def write_samples(
 
             losses = describe_losses(counts, sequence_length)
         if counts["targets"] == 0:
-            raise UserError(
-                f"{corpus.name}: no sample with a target in it{losses}; give more text, or raise --sequence_length"
-            )
+            problem = f"no sample with a target in it{losses}; give more text, or raise --sequence_length"
+            raise UserError(f"{corpus.name}: {problem}")
         # Whether each byte of the text belongs to exactly one target, which the loss in bits per byte requires.
         is_whole = is_text and not counts["truncated"] and (is_blocks or bool(special_tokens_around(tokenizer)[0]))
         facts = corpus_facts(corpus, columns, counts, tokenizer) | sizes
         writer.finish(counts, **facts, shape=shape, whole_text=is_whole, losses=losses)
 
 
-def _encode_stream(
-    rows: Iterator[list[Row]], column: str, tokenizer: PreTrainedTokenizerBase, counts: Counter
-) -> Iterator[tuple[list[int], str]]:
+def _encode_stream(corpus: Corpus, columns: tuple[str, ...], tokenizer: Any, counts: Counter) -> Pieces:
     """Yields (tokens, text) pieces of the document stream: each document encoded as by `tokenizer(document)`, then eos.
 
     If the tokenizer adds nothing or eos before a document, the stream begins with eos, and one eos separates documents.
@@ -79,9 +76,8 @@ def _encode_stream(
     if begin[:1] in ([], [tokenizer.eos_token_id]):
         begin = begin[1:]
         yield [tokenizer.eos_token_id], ""
-    for batch in rows:
-        texts = [text_of(row, column) for row in batch]
-        for row, text, ids in zip(batch, texts, encode_plain(tokenizer, texts)["input_ids"], strict=True):
+    for batch, (texts,), (encoded,) in encoded_batches(corpus, columns, tokenizer, whole_files=True):
+        for row, text, ids in zip(batch, texts, encoded, strict=True):
             if not text and not inside and not row.continues:
                 counts["dropped"] += 1
                 continue

@@ -51,6 +51,7 @@ class Row(NamedTuple):
     where: str
     values: dict[str, Any]
     continues: bool = False  # the document continues in the next row
+    num_bytes: int = 0  # size of the row in its file; 0: not known
 
 
 @dataclass(frozen=True)
@@ -64,6 +65,7 @@ class Corpus:
             With `whole_files`, a .txt file or a file of the embedded corpus is one document; otherwise each line that
             is not blank, or each function, is a row.
         classes: class names of each ClassLabel column of `datasets`; a row contains the name, None for a hidden label.
+        num_bytes: size of the files if their rows have a `num_bytes`, otherwise 0.
         unused: per unwanted column, the number of rows with a value so far; 1 or more if the column is not read.
     """
 
@@ -73,6 +75,7 @@ class Corpus:
     rows: Callable[[tuple[str, ...], bool], Iterator[Row]]
     classes: dict[str, list[str]] = field(default_factory=dict)
     unused: Counter[str] = field(default_factory=Counter)
+    num_bytes: int = 0
 
 
 def file_type(path: str) -> tuple[str, str | None]:

@@ -7,6 +7,7 @@ JSON Lines and CSV are not read with `datasets.load_dataset`, which guesses type
 datetime, the CSV field "003" becomes 3) and does not report the location of an error.
 """
 
+import os
 from collections import Counter
 from collections.abc import Iterator
 from contextlib import nullcontext
@@ -64,7 +65,8 @@ def open_source(source: Source) -> Corpus:
                         unused[column] += row.values[column] not in (None, "", [], {})
                     yield row
 
-    return Corpus(name, identity, columns, rows, classes, unused)
+    num_bytes = sum(map(os.path.getsize, paths)) if all(path.endswith((".jsonl", ".txt")) for path in paths) else 0
+    return Corpus(name, identity, columns, rows, classes, unused, num_bytes)
 
 
 def _read_file(

@@ -9,7 +9,7 @@ token of a stream or an example.
 """
 
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 from transformers import PreTrainedTokenizerBase
@@ -19,9 +19,6 @@ from common.data.source_types import Source
 from common.data.token_store import TokenStore, split_targets
 from common.data.tokenizer import no_more_threads, open_text, tokenizer_identity
 
-if TYPE_CHECKING:
-    from common.data.mixed import Mixed
-
 
 def tokenize(
     source: Source,
@@ -30,8 +27,8 @@ def tokenize(
     shape: str | None = None,
     cache_dir: str | Path | None = None,
     measure_compression: bool = False,
-) -> "Samples | Mixed":
-    """Tokenises a source once and opens the result; of several concurrent processes, one tokenises and the others wait.
+) -> Any:
+    """Tokenises a source once, and opens `Samples` or a `Mixed`; of concurrent processes, one tokenises, others wait.
 
     Raises UserError, with file and location, if something cannot be read or yields no sample.
 

@@ -13,10 +13,10 @@ def read_pieces(path: str, text_column: str) -> Iterator[Row]:
     previous = None
     for text in decode(path, PIECE_BYTES, PIECE_BYTES):
         if previous is not None:
-            yield Row(path, {text_column: previous}, continues=True)
+            yield Row(path, {text_column: previous}, continues=True, num_bytes=len(previous.encode()))
         previous = text
     if previous is not None:
-        yield Row(path, {text_column: previous})
+        yield Row(path, {text_column: previous}, num_bytes=len(previous.encode()))
 
 
 def read_lines(path: str, source: Source) -> Iterator[Row]:
@@ -29,4 +29,4 @@ def read_lines(path: str, source: Source) -> Iterator[Row]:
         if number == 1 and "\r" in text and not line.endswith("\n"):  # the file has no LF
             raise UserError(f"{where}: {CR}")
         num_blank = 0
-        yield Row(where, {source.text_column: text})
+        yield Row(where, {source.text_column: text}, num_bytes=len(line.encode()))

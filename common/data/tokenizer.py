@@ -10,14 +10,14 @@ from typing import Any
 from transformers import PreTrainedTokenizerBase, PreTrainedTokenizerFast
 
 from common.data.cache import cached
+from common.data.row_texts import LARGE_BYTES, Batches, batches, text_of
 from common.data.source_types import Corpus, Source
 from common.data.sources import check_columns, choose_columns, open_source
 from common.errors import UserError
 
 END_OF_TEXT = "<|endoftext|>"
 MARKER = re.compile(r"<\|\w+\|>")  # marks a turn in most chat templates
-# Columns that `chat_formats` converts to messages, or to a prompt and a completion.
-CHAT_COLUMNS = {"messages", "conversations", "conversation", "instruction"}
+CHAT_COLUMNS = {"messages", "conversations", "conversation", "instruction"}  # that `chat_formats` converts
 Encoded = tuple[list[int], list[bool], str]  # a sample's tokens, a mask of possible targets, its text
 
 
@@ -101,6 +101,19 @@ def encode_plain(tokenizer: PreTrainedTokenizerBase, texts: list[str], **options
     return tokenizer(texts, add_special_tokens=False, return_attention_mask=False, verbose=False, **options)
 
 
+def encoded_batches(corpus: Corpus, columns: tuple[str, ...], tokenizer: Any, whole_files: bool = False) -> Batches:
+    """Yields the `batches` of a corpus, encoded. Raises UserError: a row has no text in one of the columns."""
+    rows = batches(corpus, columns, whole_files)
+    if not 0 < corpus.num_bytes <= LARGE_BYTES:
+        from common.data.encoding_threads import encode_ahead
+
+        special_tokens_around(tokenizer)  # afterwards it neither truncates nor pads, so the threads change no setting
+        yield from encode_ahead(rows, columns, tokenizer, encode_plain)
+    for batch in rows:  # `encode_ahead` leaves none
+        texts = [[text_of(row, column) for row in batch] for column in columns]
+        yield batch, texts, [encode_plain(tokenizer, column)["input_ids"] for column in texts]
+
+
 def with_end_of_text(ids: list[int], eos: int) -> list[int]:
     """Returns the ids with the eos token at the end; some tokenizers already add it."""
     return ids if ids[-1:] == [eos] else [*ids, eos]
@@ -118,9 +131,7 @@ def special_tokens_around(tokenizer: PreTrainedTokenizerBase) -> tuple[list[int]
     for start in range(len(whole) - len(own) + 1):
         if whole[start : start + len(own)] == own:
             return whole[:start], whole[start + len(own) :]
-    raise UserError(
-        f"{type(tokenizer).__name__} tokenizes a text differently when it adds special tokens; use a different one"
-    )
+    raise UserError(f"{type(tokenizer).__name__} tokenizes a text differently with special tokens; use a different one")
 
 
 def special_token_ids(tokenizer: PreTrainedTokenizerBase) -> dict[str, int]:

@@ -145,3 +145,11 @@ def leave_out_of_files(model: Any, names: set[str]) -> None:
 def wrap_checkpointing(module: Any, wrap: Callable[[Callable[..., Any]], Callable[..., Any]]) -> None:
     """Replaces a layer's function for recomputing activations by `wrap(function)` (`is_checkpointed`)."""
     module._gradient_checkpointing_func = wrap(module._gradient_checkpointing_func)
+
+
+def encodes_with_backend(tokenizer: Any) -> bool:
+    """Returns whether `tokenizer(text)` encodes with `backend_tokenizer` alone: `_encode_plus` is that of the base."""
+    from transformers import PreTrainedTokenizerFast
+
+    base = getattr(PreTrainedTokenizerFast, "_encode_plus", None)
+    return base is not None and getattr(type(tokenizer), "_encode_plus", None) is base

@@ -1,0 +1,35 @@
+"""Shows the progress of reading a large corpus."""
+
+import io
+import sys
+from collections.abc import Iterator
+from typing import Any
+
+from tqdm import tqdm
+
+from common.data.source_types import Corpus, Row
+
+LOG_SECONDS = 30.0  # between two lines in a log
+
+
+def with_progress(rows: Iterator[Row], corpus: Corpus) -> Iterator[Row]:
+    """Yields the rows, and shows the bytes read and, for files of known size, the time left.
+
+    In a terminal it is a bar; a log gets a line every LOG_SECONDS.
+    """
+    options: dict[str, Any] = {"total": corpus.num_bytes or None, "unit": "B", "unit_scale": True}
+    if not sys.stderr.isatty():
+        options |= {"file": _Lines(), "delay": LOG_SECONDS, "mininterval": LOG_SECONDS, "ncols": 0, "leave": False}
+    with tqdm(desc=f"tokenising {corpus.name}", **options) as bar:
+        for row in rows:
+            yield row
+            bar.update(row.num_bytes or sum(len(str(value)) for value in row.values.values()))
+
+
+class _Lines(io.StringIO):
+    """Prints each state of a bar as a line of stderr."""
+
+    def write(self, text: str) -> int:
+        if line := text.strip():
+            print(line, file=sys.stderr, flush=True)
+        return len(text)

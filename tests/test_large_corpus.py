@@ -1,0 +1,118 @@
+"""A large corpus is encoded in threads, with the tokens of a small one, and its progress has a time left."""
+
+import copy
+import io
+import json
+import re
+import sys
+
+import numpy as np
+import pytest
+from conftest import TEXTS, source_of
+
+from common.data import encoding_threads, row_texts, tokenising_progress
+from common.data import tokenizer as of_tokenizer
+from common.data.source_types import Source
+from common.data.sources import open_source
+from common.data.text import tokenize
+from common.data.tokenizer import encode_plain
+from common.errors import UserError
+
+MANY = [f"{text} {'ü🥊' * (number % 3)} {number}" for number in range(100) for text in TEXTS]
+MANY += ["", " ", "a <|endoftext|> inside", "ein Satz. " * 2000]
+
+
+def set_large_bytes(monkeypatch, number):
+    for module in (row_texts, of_tokenizer):
+        monkeypatch.setattr(module, "LARGE_BYTES", number)
+
+
+@pytest.fixture
+def large(monkeypatch):
+    """Makes any file a large corpus of many batches; returns the texts of each call of the backend."""
+    calls, encode = [], encoding_threads.encode_ids
+    set_large_bytes(monkeypatch, 1)
+    monkeypatch.setattr(row_texts, "BATCH_CHARACTERS", 1000)
+    monkeypatch.setattr(encoding_threads, "encode_ids", lambda *args: (calls.append(args[0]), encode(*args))[1])
+    return calls
+
+
+@pytest.mark.parametrize("kind", ["blocks", "examples", "pairs", "documents"])
+def test_a_large_corpus_has_the_tokens_of_a_small_one(tokenizer, tmp_path, monkeypatch, large, kind):
+    rows = [{"text": text} for text in MANY]
+    if kind == "pairs":
+        rows = [{"prompt": text, "completion": text[:7] + "!"} for text in MANY]
+    source = source_of(tmp_path / "a.jsonl", rows)
+    if kind == "documents":
+        source = Source(files=source.files, document_mask=True)
+    shape = kind if kind in ("blocks", "examples") else None
+    samples = tokenize(source, tokenizer, 30, shape, tmp_path / "large")
+    assert len(large) > 10  # the control: they were encoded in batches
+    del large[:]
+    set_large_bytes(monkeypatch, 10**9)
+    small = tokenize(source, tokenizer, 30, shape, tmp_path / "small")
+    assert not large and samples.meta == small.meta
+    assert np.array_equal(samples.tokens, small.tokens) and len(small.tokens) > 1000
+
+
+@pytest.mark.parametrize(
+    "options", [{"truncation": True, "max_length": 2}, {"padding": "max_length", "max_length": 90}]
+)
+def test_settings_that_an_earlier_call_left_do_not_count(tokenizer, options):
+    own = copy.deepcopy(tokenizer)
+    own(TEXTS, **options)
+    is_set = own.backend_tokenizer.truncation or own.backend_tokenizer.padding
+    assert (
+        is_set and encoding_threads.encode_ids(TEXTS, own, encode_plain) == encode_plain(tokenizer, TEXTS)["input_ids"]
+    )
+
+
+def test_special_tokens_in_a_text_are_split_as_the_tokenizer_says(tokenizer):
+    own, text = copy.deepcopy(tokenizer), ["a <|endoftext|> b"]
+    assert tokenizer.eos_token_id in encoding_threads.encode_ids(text, own, encode_plain)[0]
+    own.split_special_tokens = True
+    assert tokenizer.eos_token_id not in encoding_threads.encode_ids(text, own, encode_plain)[0]
+
+
+def test_an_error_of_a_row_has_its_line(tokenizer, tmp_path, cache, large):
+    rows = [{"text": text} for text in MANY]
+    rows[200]["text"] = "\ud800"
+    with pytest.raises(UserError, match="a.jsonl, line 201: half a surrogate pair"):
+        tokenize(source_of(tmp_path / "a.jsonl", rows), tokenizer, 30, None, cache)
+
+
+@pytest.mark.parametrize("name", ["a.jsonl", "a.txt"])
+@pytest.mark.parametrize("whole_files", [True, False])
+def test_the_sizes_of_the_rows_are_that_of_the_file(tmp_path, name, whole_files):
+    lines = [json.dumps({"text": text, "other": [1, "ü"]}, ensure_ascii=False) for text in MANY]
+    (tmp_path / "a.jsonl").write_text("\n".join(lines) + "\n")
+    source = Source(files=(str(tmp_path / "a.jsonl"),))
+    if name == "a.txt":
+        (tmp_path / name).write_text("".join(f"ü {number}\r\n" for number in range(80_000)), newline="")
+        source = Source(files=(str(tmp_path / name),))
+    corpus = open_source(source)
+    sizes = [row.num_bytes for row in corpus.rows(("text",), whole_files)]
+    assert sum(sizes) == corpus.num_bytes == (tmp_path / name).stat().st_size and len(sizes) > 1
+    unknown = open_source(Source(embedded="validation"))
+    assert unknown.num_bytes == 0
+
+
+class Stream(io.StringIO):
+    def __init__(self, is_terminal):
+        super().__init__()
+        self.isatty = lambda: is_terminal
+
+
+@pytest.mark.parametrize("is_terminal", [True, False])
+def test_progress_has_a_time_left(tokenizer, tmp_path, cache, monkeypatch, large, is_terminal):
+    """In a log as lines, and none before LOG_SECONDS."""
+    source, seen = source_of(tmp_path / "a.jsonl", [{"text": text} for text in MANY]), Stream(is_terminal)
+    monkeypatch.setattr(sys, "stderr", seen)
+    if not is_terminal:
+        tokenize(source, tokenizer, 30, None, tmp_path / "other")
+        assert not seen.getvalue()
+        monkeypatch.setattr(tokenising_progress, "LOG_SECONDS", 1e-9)
+    tokenize(source, tokenizer, 30, None, cache)
+    lines = seen.getvalue().split("\r" if is_terminal else "\n")
+    assert ("\r" in seen.getvalue()) == is_terminal
+    assert any(re.search(r"tokenising .*a.jsonl: +\d+%.*\[\d\d:\d\d<\d\d:\d\d, ", line) for line in lines), lines
