@@ -83,7 +83,7 @@ def head(shape, rows, with_compiler=True):
 
     if with_compiler == "liger":
         return milliseconds(liger_step)
-    with mock.patch.object(fused_softmax, "can_compile", lambda: with_compiler):
+    with mock.patch.object(fused_softmax, "can_compile", lambda _: with_compiler):
         return milliseconds(step)
 
 

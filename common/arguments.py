@@ -193,8 +193,9 @@ def _add_optimizer(parser: ArgumentParser) -> None:
 
     add = parser.add_group("memory and speed")
     add("--activation_checkpointing", default="none", **one_of(ACTIVATION_CHECKPOINTING))
-    about = "compile the layers: slow first updates (default: on a GPU, from 100 M parameters, if nothing is sharded)"
-    add("--compile", about, action=argparse.BooleanOptionalAction)
+    about = "compile the layers: faster updates after a slow first one; auto: in a long run with samples of one length"
+    add("--compile", about, nargs="?", const=True, choices=["auto"])
+    add("--no-compile", "compile no layers", dest="compile", action="store_false", default=None)
     about = "profile updates 3 to 5: print the time per part, write a trace to OUTPUT_DIR/profile for ui.perfetto.dev"
     add("--profile", about, action="store_true")
 

@@ -104,7 +104,7 @@ def check_combinations(args: Arguments, on_cpu: bool) -> Iterator[str]:
     if args.num_epochs is not None and "--num_updates" in given_flags():
         yield "--num_epochs and --num_updates are mutually exclusive; pass only one"
     # On a CPU, `offload` is the same as `full`.
-    if not on_cpu and args.compile and args.activation_checkpointing == "offload":
+    if not on_cpu and args.compile is True and args.activation_checkpointing == "offload":
         yield "--compile has no effect on layers whose inputs --activation_checkpointing offload moves; remove one"
     if args.optimizer == "adamw8bit":
         from common.packages import find_missing

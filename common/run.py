@@ -48,6 +48,9 @@ from common.training.precision import weights_cast_once
 from common.training.recipe_traits import Arguments, Traits
 from common.training.stop_signals import NOTHING_TRAINED
 
+# Updates: only longer runs gain from compiled layers on a CPU.
+LONG_RUN = 100
+
 
 class Run:
     """A run of a recipe. All ranks call its methods together, in the order of their definition."""
@@ -123,10 +126,6 @@ class Run:
         """
         args, accelerator, self.budget = self.args, self.accelerator, None
         apply_activation_checkpointing(model, args.activation_checkpointing, self.device)
-        if args.compile or self.device.type == "cuda":
-            from common.training.compilation import choose_kernels
-
-            choose_kernels(self, model, train_set)
         if args.shared("micro_batch_tokens") == "auto":
             from common.auto_micro_batch import start_budget
 
@@ -140,6 +139,10 @@ class Run:
         self.loader = self.load(range(self.state.update, self.state.end(args)))
         self.held_out = make_loader(args, accelerator, *options, held_out) if held_out else None
         train, evaluated = self.loader.dataset, self.held_out and self.held_out.dataset
+        if args.compile or self.device.type == "cuda" or (args.compile is None and args.num_updates >= LONG_RUN):
+            from common.auto_compile import choose_kernels
+
+            lines |= choose_kernels(self, model, train_set)
         tracking.print_run(args, accelerator, model, train, evaluated, launch.lacks_gpus(self.launch_config), **lines)
         self.model, self.optimizer = model_setup.prepare(accelerator, model, optimizer)
         connect.seed_everything(args.seed, accelerator)

@@ -1,5 +1,7 @@
 """Which layers are compiled, and that a compiled layer and the compiled softmax compute what the plain ones do."""
 
+import copy
+from functools import partial
 from types import SimpleNamespace
 
 import numpy as np
@@ -8,10 +10,12 @@ import torch
 from conftest import need
 from transformers import LlamaConfig, LlamaForCausalLM
 
+from common import auto_compile
 from common.parallel.launch import Launch
 from common.training import compilation, fused_softmax
+from common.training.batching import collate_tokens
 from common.training.linear_cross_entropy import _logits_to_gradient
-from common.training.recipe_traits import Traits
+from common.training.recipe_traits import Arguments, Traits
 
 GPU, CPU = torch.device("cuda"), torch.device("cpu")
 BLOCKS, TEXTS = [64] * 99 + [40], list(range(1, 101))
@@ -35,9 +39,38 @@ class Samples:
         return self.all[ids]
 
 
-def fake_run(device, compile_flag, mode="plain", checkpointing="none", **traits):
-    args = SimpleNamespace(compile=compile_flag, activation_checkpointing=checkpointing)
-    return SimpleNamespace(args=args, device=device, launch_config=Launch(mode=mode), traits=Traits(**traits))
+def fake_run(device, compile_flag, mode="plain", checkpointing="none", num_updates=10**9, **traits):
+    args = Arguments(
+        compile=compile_flag, activation_checkpointing=checkpointing, dry_run=False, num_updates=num_updates
+    )
+    loader = SimpleNamespace(dataset=OneBatch())
+    return SimpleNamespace(
+        args=args,
+        device=device,
+        launch_config=Launch(mode=mode),
+        traits=Traits(**traits),
+        loader=loader,
+        meta_model=lambda: llama(2, "meta", hidden_size=256, intermediate_size=512),
+    )
+
+
+class OneBatch:
+    """A `GlobalBatches` of one update of four blocks of 64 tokens."""
+
+    def __init__(self):
+        self.samples, self.collate = self, partial(collate_tokens, pad_token_id=0)
+
+    def __len__(self):
+        return 4
+
+    def lengths(self, ids):
+        return np.full(len(ids), 64)
+
+    def dummy_sample(self):
+        return np.zeros(1, np.int64), np.zeros(0, np.int64), np.zeros(0, np.int64)
+
+    def __getitem__(self, update):
+        return SimpleNamespace(lengths=torch.full((4,), 64), num_targets=256, num_predicted=None)
 
 
 @pytest.fixture
@@ -56,8 +89,14 @@ def large():
     ("expected", "device", "compile_flag", "lengths", "more"),
     [
         (True, GPU, None, BLOCKS, {}),
+        (True, GPU, "auto", BLOCKS, {}),
         (True, GPU, None, BLOCKS, {"mode": "DDP"}),
-        (False, CPU, None, BLOCKS, {}),
+        (False, GPU, None, BLOCKS, {"num_updates": 100}),
+        (True, CPU, None, BLOCKS, {}),
+        (True, CPU, "auto", BLOCKS, {"mode": "DDP"}),
+        (False, CPU, None, TEXTS, {}),
+        (False, CPU, None, BLOCKS, {"num_updates": 100}),
+        (True, CPU, True, BLOCKS, {"num_updates": 1}),
         (False, GPU, False, BLOCKS, {}),
         (False, GPU, None, TEXTS, {}),
         (True, GPU, True, TEXTS, {}),
@@ -71,43 +110,56 @@ def test_layers_are_compiled_by_default_where_that_was_measured(
     expected, device, compile_flag, lengths, more, large, cudnn, monkeypatch
 ):
     """And cuDNN's attention, which plans each shape anew, is off on a GPU where lengths differ."""
-    monkeypatch.setattr(compilation, "can_compile", lambda: True)
+    monkeypatch.setattr(auto_compile, "can_compile", lambda _: True)
     compiled = []
     monkeypatch.setattr(torch.nn.Module, "compile", lambda module, **_: compiled.append(module))
+    monkeypatch.setattr(compilation, "compiled_only_if", lambda *_: None)
     run = fake_run(device, compile_flag, **more)
-    compilation.choose_kernels(run, large, Samples(lengths))
-    assert run.args.compile == expected
+    assert bool(auto_compile.choose_kernels(run, large, Samples(lengths))) == expected
+    assert run.args.compile is expected
     assert compiled == (list(large.model.layers) if expected else [])
     assert cudnn() == (device == CPU)  # even the last block of a corpus is a new shape
     vars(large).pop("generate", None)
 
 
 def test_small_models_and_machines_without_a_compiler_do_not_compile(large, cudnn, monkeypatch):
-    for model, can in ((llama(), True), (large, False)):
-        monkeypatch.setattr(compilation, "can_compile", lambda can=can: can)
-        run = fake_run(GPU, None)
-        compilation.choose_kernels(run, model, Samples([64] * 4))
+    for model, can, device in ((llama(), True, GPU), (large, False, GPU), (large, False, CPU)):
+        monkeypatch.setattr(auto_compile, "can_compile", lambda _, can=can: can)
+        run = fake_run(device, None)
+        auto_compile.choose_kernels(run, model, Samples([64] * 4))
         assert run.args.compile is False and cudnn()
 
 
-def test_a_compiler_needs_triton_and_the_headers_of_python(monkeypatch, tmp_path):
-    compilation.can_compile.cache_clear()
+@pytest.mark.parametrize(("num_processes", "threads"), [(1, 1), (1, 2), (2, 2)])
+def test_a_run_is_long_from_a_number_of_flops_per_thread(num_processes, threads, monkeypatch):
+    """6 FLOPs per weight of a matrix and token, and 12 per attention score and width: PaLM's appendix B."""
+    matrices, width, layers = 2 * (256 * 256 * 3 + 3 * 256 * 512) + 64 * 256, 256, 2
+    flops = 256 * (6 * matrices + 12 * layers * width * 64)
+    monkeypatch.setattr(torch, "get_num_threads", lambda: threads)
+    fewest = auto_compile.FEWEST_FLOPS["cpu"] * threads * num_processes / flops
+    for num_updates, expected in ((int(fewest * 0.99), False), (int(fewest * 1.01), True)):
+        run = fake_run(CPU, None, num_updates=num_updates)
+        run.launch_config = Launch(num_processes=num_processes)
+        assert auto_compile._is_long(run) == expected
+
+
+@pytest.mark.parametrize(("device", "variable"), [("cuda", "CC"), ("cpu", "CXX")])
+def test_a_compiler_needs_the_headers_of_python_and_triton_on_a_gpu(device, variable, monkeypatch, tmp_path):
     monkeypatch.setattr(compilation.importlib.util, "find_spec", lambda name: name)
-    monkeypatch.setenv("CC", "cc")
+    monkeypatch.setenv(variable, "compiler")
     (tmp_path / "Python.h").touch()
     monkeypatch.setattr(compilation.sysconfig, "get_path", lambda _: str(tmp_path))
-    try:
-        assert compilation.can_compile()
-        for module, name, value in (
-            (compilation.importlib.util, "find_spec", None),
-            (compilation.sysconfig, "get_path", str(tmp_path / "none")),
-        ):
-            compilation.can_compile.cache_clear()
-            with monkeypatch.context() as change:
-                change.setattr(module, name, lambda _, value=value: value)
-                assert not compilation.can_compile()
-    finally:
-        compilation.can_compile.cache_clear()
+    can_compile = compilation.can_compile.__wrapped__
+    assert can_compile(device)
+    for owner, name, value, needed in (
+        (compilation.importlib.util, "find_spec", None, device == "cuda"),
+        (compilation.sysconfig, "get_path", str(tmp_path / "none"), True),
+        (compilation.shutil, "which", None, True),
+    ):
+        with monkeypatch.context() as change:
+            change.setattr(owner, name, lambda _, value=value: value)
+            change.delenv(variable, raising=name != "which") if name == "which" else None
+            assert can_compile(device) != needed, name
 
 
 def count_graphs(monkeypatch, graphs):
@@ -123,6 +175,36 @@ def count_graphs(monkeypatch, graphs):
     )
 
 
+@pytest.mark.parametrize("checkpointing", [False, True])
+def test_blocks_have_a_graph_per_shape_and_other_lengths_and_evaluations_none(checkpointing, monkeypatch):
+    """Whatever came before. Controls: without the length, or without the check of gradients, there are more."""
+    model, graphs = llama(), []
+    if checkpointing:
+        model.gradient_checkpointing_enable({"use_reentrant": False})
+        model.disable_input_require_grads()
+    expected = copy.deepcopy(model)
+    count_graphs(monkeypatch, graphs)
+    compilation.compile_layers(model.base_model, varies=False, longest=6)
+
+    def step(rows, length):
+        ids = torch.arange(rows * length).view(rows, length)
+        losses = [one(input_ids=ids, labels=ids, use_cache=False).loss for one in (model, expected)]
+        assert torch.allclose(*losses)
+        if torch.is_grad_enabled():
+            for loss in losses:
+                loss.backward()
+            for one, other in zip(model.parameters(), expected.parameters(), strict=True):
+                assert torch.allclose(one.grad, other.grad, atol=1e-6)
+        return len(graphs)
+
+    try:
+        assert [step(2, 6), step(2, 6), step(2, 5), step(3, 6), step(2, 6)] == [1, 1, 1, 2, 2]
+        with torch.no_grad():
+            assert step(2, 6) == 2
+    finally:
+        torch._dynamo.reset()
+
+
 @pytest.mark.parametrize("num_layers", [2, 6])
 def test_all_layers_share_one_graph_and_samples_are_generated_without(num_layers, monkeypatch):
     """Whatever their number. Control: without the change of `generate`, a sample compiles more."""
@@ -131,7 +213,7 @@ def test_all_layers_share_one_graph_and_samples_are_generated_without(num_layers
     expected = model(input_ids=ids, labels=ids).loss
     count_graphs(monkeypatch, graphs)
     run = fake_run(CPU, True)
-    compilation.choose_kernels(run, model, Samples(TEXTS))
+    auto_compile.choose_kernels(run, model, Samples(TEXTS))
     assert torch.allclose(model(input_ids=ids, labels=ids, use_cache=False).loss, expected)
     assert len(graphs) == 1
     written = model.generate(ids, max_new_tokens=4, do_sample=False)
@@ -167,8 +249,8 @@ def test_the_softmax_of_a_gpu_is_that_of_a_cpu(scale, softcap, dtype, is_compile
 
 def test_chunks_on_a_gpu_hold_half_a_gibibyte_of_logits(monkeypatch):
     weight = torch.empty(131072, 8, device="meta")
-    monkeypatch.setattr(fused_softmax, "can_compile", lambda: True)
+    monkeypatch.setattr(fused_softmax, "can_compile", lambda _: True)
     assert fused_softmax.choose(weight, 512) == (fused_softmax, 2048)
     assert fused_softmax.choose(torch.empty(2**22, 8, device="meta"), 512)[1] == 512
-    monkeypatch.setattr(fused_softmax, "can_compile", lambda: False)
+    monkeypatch.setattr(fused_softmax, "can_compile", lambda _: False)
     assert fused_softmax.choose(weight, 512) == (None, 512)

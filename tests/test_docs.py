@@ -54,7 +54,7 @@ def commands(text):
 def known_flags():
     """Of recipes, launchers, benchmarks and tests, as their sources declare them, and of `accelerate launch`."""
     sources = [path.read_text() for folder in FOLDERS.split("|") for path in (ROOT / folder).rglob("*.py")]
-    declared = {flag for source in sources for flag in re.findall(r'\badd(?:_argument)?\(\s*"(--\w+)"', source)}
+    declared = {flag for source in sources for flag in re.findall(r'\badd(?:_argument)?\(\s*"(--[\w-]+)"', source)}
     declared |= {f"--no-{name}" for one in sources for name in re.findall(r'"--(\w+)".*BooleanOptionalAction', one)}
     return declared | set(launch_command_parser()._option_string_actions) | FOREIGN_FLAGS
 

@@ -46,7 +46,7 @@ LAYERS += [
     "evaluation",
     "planner",
 ]
-LAYERS += ["auto_micro_batch", "oom_message", "run", "tasks"]
+LAYERS += ["auto_compile", "auto_micro_batch", "oom_message", "run", "tasks"]
 LARGEST = {"file": 400, ast.ClassDef: 200, ast.FunctionDef: 60}  # lines
 
 

@@ -2,6 +2,7 @@
 
 import json
 import platform
+import shutil
 
 import numpy as np
 import pytest
@@ -153,6 +154,24 @@ def test_a_compiled_model_makes_the_same_update(one_process, functions_file, mod
     run_specs("lm", runs, tmp_path)
     assert_same_losses(tmp_path / "run", reference)
     assert_same_losses(tmp_path / "both", tmp_path / "mask")
+
+
+def test_compiled_blocks_resume_bit_for_bit_with_the_code_of_the_run_before(model_dir, tmp_path, monkeypatch):
+    """In bf16. The last block of the text is shorter, and is not compiled. A second run adds no code to the cache."""
+    need("g++")
+    monkeypatch.delenv("TORCHINDUCTOR_CACHE_DIR", raising=False)
+    (tmp_path / "text.txt").write_text(ROOT.joinpath("LICENSE").read_text()[:2500])
+    more = ["--validation_file", tmp_path / "text.txt", "--global_batch_size", 4, "--num_updates", 20, "--compile"]
+    arguments = flags(tmp_path / "text.txt", tmp_path / "run", *more, "--save_every", 10, model_dir=model_dir)
+    env = {"XDG_CACHE_HOME": tmp_path / "cache"}
+    launch(*arguments, config="cpu_bf16", **env)
+    code = {path.name for path in tmp_path.glob("cache/accelerate_recipes/compiled-*/**/*.cpp")}
+    assert code
+    losses = [line["loss"] for line in read_metrics(tmp_path / "run")]
+    shutil.rmtree(tmp_path / "run/checkpoints/update-000020")
+    launch(*arguments, "--resume", config="cpu_bf16", **env)
+    assert [line["loss"] for line in read_metrics(tmp_path / "run")] == losses
+    assert {path.name for path in tmp_path.glob("cache/accelerate_recipes/compiled-*/**/*.cpp")} == code
 
 
 def test_sorted_global_batches_hardly_pad_and_load_the_ranks_alike(tmp_path):

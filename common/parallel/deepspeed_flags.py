@@ -79,7 +79,7 @@ def settle_deepspeed(
     _settle_optimizer(settled, args)
     _settle_scheduler(settled, args)
     _settle_precision(settled, mixed_precision, args.export_dtype)
-    _settle_zero(settled, args.compile)
+    _settle_zero(settled, args.compile is True)
     _settle_others(settled)
     settled.left = list(_take_auto(settled.config))
     return settled

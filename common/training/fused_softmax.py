@@ -46,7 +46,7 @@ def cross_entropy_gradient_(
 
 def choose(weight: Tensor, chunk_rows: int) -> tuple[Any, int]:
     """Returns this module if torch.compile works here, else None; and the maximum rows of a chunk."""
-    if not can_compile():
+    if not can_compile("cuda"):
         return None, chunk_rows
     return sys.modules[__name__], max(chunk_rows, CHUNK_LOGITS // len(weight))
 

@@ -40,7 +40,7 @@ def _resolve_flags(args: argparse.Namespace, architecture: str) -> Iterator[str]
         why = "is for a transformer; a recurrent network uses --segments and --levels"
         if args.mlp_rows is not None:
             yield f"--mlp_rows {why}"
-        if args.compile:
+        if args.compile is True:
             yield f"--compile {why}"
         if args.activation_checkpointing != "none":
             yield f"--activation_checkpointing {args.activation_checkpointing} {why}"
