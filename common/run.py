@@ -48,9 +48,6 @@ from common.training.precision import weights_cast_once
 from common.training.recipe_traits import Arguments, Traits
 from common.training.stop_signals import NOTHING_TRAINED
 
-# Updates: only longer runs gain from compiled layers on a CPU.
-LONG_RUN = 100
-
 
 class Run:
     """A run of a recipe. All ranks call its methods together, in the order of their definition."""
@@ -139,7 +136,8 @@ class Run:
         self.loader = self.load(range(self.state.update, self.state.end(args)))
         self.held_out = make_loader(args, accelerator, *options, held_out) if held_out else None
         train, evaluated = self.loader.dataset, self.held_out and self.held_out.dataset
-        if args.compile or self.device.type == "cuda" or (args.compile is None and args.num_updates >= LONG_RUN):
+        # On a CPU, shorter runs do not gain from compiled layers.
+        if args.compile or self.device.type == "cuda" or (args.compile is None and args.num_updates >= 100):
             from common.auto_compile import choose_kernels
 
             lines |= choose_kernels(self, model, train_set)

@@ -29,6 +29,7 @@ from common.internals import huggingface_hub as of_hub
 from common.internals import python as of_python
 from common.internals import python_uncommon as rare_python
 from common.internals import torch as of_torch
+from common.internals import torch_uncommon as rare_torch
 from common.internals import transformers as of_transformers
 from common.internals import transformers_uncommon as rare_transformers
 from common.internals.evaluate import configure
@@ -192,6 +193,21 @@ def test_writes_are_counted_and_storages_told_apart():
     with of_torch.fake_mode():
         y, z = torch.zeros(2), torch.zeros(2)
         assert of_torch.storage_key(y) == of_torch.storage_key(y.view(1, 2)) != of_torch.storage_key(z)
+
+
+def test_a_compiled_module_runs_its_own_code_where_it_must():
+    layer, graphs = nn.Linear(2, 2), []
+
+    def backend(graph, _):
+        graphs.append(graph)
+        return graph.forward
+
+    layer.compile(backend=backend)
+    rare_torch.compiled_only_if(layer, lambda x: len(x) > 1)
+    for rows, expected in ((1, 0), (3, 1), (1, 1)):
+        x = torch.randn(rows, 2)
+        assert torch.equal(layer(x), layer.forward(x)) and len(graphs) == expected
+    torch._dynamo.reset()
 
 
 def test_tensors_are_scaled_in_place():
