@@ -14,7 +14,8 @@ endif
 # make train CONFIG=multi_gpu uses accelerate_configs/multi_gpu.yaml; by default, the fastest config for this machine.
 CONFIG ?=
 RECIPE ?= lm
-ARGS ?=
+# By default, recipes/lm.py trains for about two minutes on two cores, with the best of benchmarks/first_run_sweep.py.
+ARGS ?= $(if $(CONFIG)$(filter-out lm,$(RECIPE)),,--optimizer muon --num_updates 800)
 TESTS ?= tests
 
 .PHONY: train quick test bench bench-techniques gpu style lock clean
