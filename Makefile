@@ -15,7 +15,7 @@ endif
 CONFIG ?=
 RECIPE ?= lm
 # By default, recipes/lm.py trains for about two minutes on two cores, with the best of benchmarks/first_run_sweep.py.
-ARGS ?= $(if $(CONFIG)$(filter-out lm,$(RECIPE)),,--optimizer muon --num_updates 800)
+ARGS ?= $(if $(CONFIG)$(filter-out lm,$(RECIPE)),,--optimizer muon --num_updates 950)
 TESTS ?= tests
 
 .PHONY: train quick test bench bench-techniques gpu style lock clean

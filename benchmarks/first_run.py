@@ -21,7 +21,8 @@ sys.path.insert(0, str(ROOT))
 
 from common.report.tracking import versions
 
-COMMAND = "accelerate launch --config_file accelerate_configs/cpu.yaml recipes/lm.py"
+COMMAND = "accelerate launch --config_file accelerate_configs/cpu_bf16.yaml recipes/lm.py"
+COMMAND += " --optimizer muon --num_updates 950"
 COLUMNS, LINE_HEIGHT, CHARACTER = 110, 18, 7.8  # of the picture's text: characters, pixels, pixels
 SAMPLE_LINES = 12  # of what the model writes
 

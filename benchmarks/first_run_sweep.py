@@ -28,7 +28,8 @@ ARMS = {  # config and flags of each
     "muon, 800": ("cpu_bf16", "--optimizer muon --num_updates 800"),
     "muon, 800, linear": ("cpu_bf16", "--optimizer muon --num_updates 800 --lr_schedule linear"),
     "muon, 800, rate 4e-3": ("cpu_bf16", "--optimizer muon --num_updates 800 --learning_rate 4e-3"),
-    "muon, 800, float32": ("cpu", "--optimizer muon --num_updates 800"),
+    "make train": ("cpu_bf16", "--optimizer muon --num_updates 950"),
+    "make train, float32": ("cpu", "--optimizer muon --num_updates 950"),
 }
 
 

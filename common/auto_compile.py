@@ -26,7 +26,7 @@ def choose_kernels(run: Any, model: Any, train_set: Samples) -> dict[str, str]:
 
     It pays in a long run whose samples have the same length, or nearly all of them, in a mode without sharding. With
     many lengths, torch 2.11 has made gradients that were not finite on an H100. The decision depends on nothing that
-    is measured, so a resumed run decides the same.
+    is measured, so a resumed run decides the same. Runs of less than 100 updates on a CPU do not call it by default.
 
     run: a `common.run.Run` with its loader. Its `args.compile` becomes whether the layers are compiled.
     model: of transformers. Returns: a line of the run summary, by label, if the layers are compiled.

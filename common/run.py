@@ -136,7 +136,6 @@ class Run:
         self.loader = self.load(range(self.state.update, self.state.end(args)))
         self.held_out = make_loader(args, accelerator, *options, held_out) if held_out else None
         train, evaluated = self.loader.dataset, self.held_out and self.held_out.dataset
-        # On a CPU, shorter runs do not gain from compiled layers.
         if args.compile or self.device.type == "cuda" or (args.compile is None and args.num_updates >= 100):
             from common.auto_compile import choose_kernels
 

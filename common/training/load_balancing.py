@@ -26,8 +26,7 @@ def assign(
     """Assigns m micro-batches of `counts` samples to ranks; returns the rank of each (m,), and the work of each rank.
 
     All ranks get the same number of micro-batches. In order of decreasing work, each goes to the rank with the least
-    work that is not full. Then the ranks with the most and the least work swap micro-batches, as long as this reduces
-    the difference.
+    work that is not full. Then the ranks with the most and the least work swap micro-batches while they get closer.
     """
     work = counts * row_work(longest_of(lengths, counts), attention_length)
     assigned: list[list[int]] = [[] for _ in range(world_size)]
