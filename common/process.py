@@ -19,8 +19,7 @@ class ProcessState:
     """State of one process; a field is set once, unless its comment says who changes it."""
 
     update: int | None = None  # the current update; the loop changes it
-    # Changed by the loop; outside of it, a library may hold the GIL for long, so missing heartbeats are ignored.
-    in_loop: bool = False
+    in_loop: bool = False  # set by the loop; outside of it, heartbeats may be late, because libraries hold the GIL
     note_failure: Callable[[str], None] | None = None  # writes a failure, as a line of text, as the status in run.json
     explain_error: Callable[[BaseException], None] | None = None  # adds a note with advice to an error
     rank_watch: Any = None  # the `rank_watch.RankWatch` of a launch with several processes, until this process leaves
