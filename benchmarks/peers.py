@@ -160,6 +160,10 @@ def train_trainer(args, model, tokenizer, rows, collate, recorder, **more):
     trainer(model, settings, processing_class=tokenizer, callbacks=[recorder], **data).train()
 
 
+def train_trainer_compiled(*args):
+    train_trainer(*args, torch_compile=True)
+
+
 def train_grouped(*args):
     train_trainer(*args, train_sampling_strategy="group_by_length")
 
@@ -209,6 +213,11 @@ def load(args):
             load_in_4bit=True, bnb_4bit_compute_dtype=dtype, **four_bits
         )
     model = getattr(transformers, args.model_class).from_pretrained(path, dtype=dtype, **more)
+    if rank and args.arm != "sft":  # the SFTTrainer adds the adapter itself
+        from peft import LoraConfig, get_peft_model
+
+        adapter = LoraConfig(r=rank, lora_alpha=2 * rank, target_modules="all-linear", task_type="CAUSAL_LM")
+        model = get_peft_model(model, adapter)
     if "input_ids" in rows[0]:
         tokenizer = transformers.AutoTokenizer.from_pretrained(path)
         # Labels are given, and not left to a collator that masks what equals the padding token: here that is the end
@@ -238,7 +247,7 @@ def main():
     parser.add_argument("--learning_rate", type=float, required=True)
     parser.add_argument("--weight_decay", type=float, required=True)
     parser.add_argument("--max_grad_norm", type=float, required=True)
-    parser.add_argument("--lora_rank", type=int, help="of sft: an adapter of peft")
+    parser.add_argument("--lora_rank", type=int, help="an adapter of peft")
     parser.add_argument("--quantize", help="the base in 4 bits, such as nf4")
     args = parser.parse_args()
     args.accumulation_steps = args.global_batch_size // args.micro_batch_size

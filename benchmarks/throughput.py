@@ -9,7 +9,7 @@
 All arms have in common: the initial weights and the tokenizer; the targets; the samples of every update and their
 order, drawn by the recipe's own rule and written to a file for the peers (with two exceptions, see below); AdamW
 (fused, same betas, constant learning rate, weight decay, clipping at 1.0); `accelerate launch` with the same config
-file and `--mixed_precision`; the number of threads. All activations are kept, and nothing is compiled.
+file and `--mixed_precision`; the number of threads. All activations are kept, and only two arms compile.
 
 Differences between the arms:
     recipe   the recipe as shipped, with its default micro-batches: sorts the samples of an update by length, splits
@@ -26,10 +26,14 @@ Differences between the arms:
     packed   the same with packing ("wrapped"; "bfd" requires FlashAttention, which does not run on a CPU): the samples
              are concatenated and split into blocks of 512. So a sample may be split, and attends to earlier samples in
              its block. Its throughput is that of the full run too
+    compiled, trainer_compiled
+             the recipe with --compile, which compiles each layer; the Trainer with torch_compile, which compiles the
+             model. The first update, in which they compile, does not count. Targets leave these arms out
 
 The data is Python's standard library: its functions, each with its own length; its files, concatenated and split into
-blocks of 512 (both for recipes/lm.py); functions labelled with their package (classify); functions with their
-docstrings (seq2seq); and scikit-learn's digits (vision), with a ViT. Models: --sizes, by the recipes' names.
+blocks of 512 (both for recipes/lm.py), also for a LoRA adapter of rank 16 on a frozen base (adapter); functions
+labelled with their package (classify); functions with their docstrings (seq2seq); and scikit-learn's digits (vision),
+with a ViT. Models: --sizes, by the recipes' names.
 
 Each arm is a new process; a round runs all arms, and every second round runs them in reverse order (ABBA), so that a
 machine that slows down slows all arms. Ratios are computed within a round. Nothing is downloaded; caches and outputs
@@ -131,8 +135,8 @@ def run_arm(args, arm, row, facts, folder, output_dir):
     tokens = [sum(map(sum, update)) for update in facts["lengths"]]
     flags = ["--model_name_or_path", folder / "model", "--output_dir", output_dir, "--num_updates", len(tokens)]
     flags += ["--global_batch_size", row["global_batch"], *row.get("more", [])]
-    if arm == "recipe":
-        flags += [*data_flags(folder, row), *BENCHMARK_FLAGS]
+    if arm in ("recipe", "compiled"):
+        flags += [*data_flags(folder, row), *BENCHMARK_FLAGS, "--compile" if arm == "compiled" else "--no-compile"]
         flags += ["--micro_batch_tokens", args.micro_batch_tokens] if args.micro_batch_tokens else []
         launch(row["precision"], [f"recipes/{row['recipe']}.py", *flags])
         results = json.loads((output_dir / "run.json").read_text())["results"]

@@ -41,12 +41,20 @@ DATA = {
         "recipe": "lm",
         "flags": ["--shape", "blocks", "--sequence_length", "512"],
         **{"global_batch": 16, "micro_batch": 4, "warmup": 1, "measured": 4},
-        "arms": ("recipe", "plain", "tuned", "trainer", "sft"),
+        "arms": ("recipe", "plain", "tuned", "trainer", "sft", "compiled", "trainer_compiled"),
         "medium": {"global_batch": 8, "measured": 1},
         "1b": {"flags": ["--shape", "blocks", "--sequence_length", "4096"], "global_batch": 16, "micro_batch": 2}
         | {"warmup": 3, "measured": 4},
         "8b": {"flags": ["--shape", "blocks", "--sequence_length", "4096"], "global_batch": 8, "micro_batch": 2}
         | {"warmup": 2, "measured": 4, "more": ["--lora_rank", "16"], "arms": ("recipe", "sft")},
+    },
+    "adapter": {
+        "recipe": "lm",
+        "flags": ["--shape", "blocks", "--sequence_length", "512"],
+        **{"global_batch": 16, "micro_batch": 4, "warmup": 1, "measured": 4, "more": ["--lora_rank", "16"]},
+        "arms": ("recipe", "plain", "tuned", "trainer", "sft", "compiled"),
+        "rows": "blocks",
+        "medium": {"global_batch": 8, "measured": 1},
     },
     "classify": {
         "recipe": "classify",

@@ -11,8 +11,11 @@ ARMS = {
     "grouped": "Trainer, group_by_length",
     "sft": "TRL SFTTrainer",
     "packed": "TRL SFTTrainer, packing",
+    "compiled": "the recipe, --compile",
+    "trainer_compiled": "Trainer, torch_compile",
 }
-COLORS = dict(zip(ARMS, ("#1b6ca8", "#9aa5b1", "#5f6b76", "#c9a15a", "#e0c48c", "#8d6a9f", "#bda3cb"), strict=True))
+COLORS = dict(zip(ARMS, "#1b6ca8 #9aa5b1 #5f6b76 #c9a15a #e0c48c #8d6a9f #bda3cb #4f97cf #a8853f".split(), strict=True))
+COMPILED = ("compiled", "trainer_compiled")  # arms that targets do not compare: all others compile nothing
 SPEED, MEMORY = "tokens_per_second", "memory_growth_bytes"
 WHOLE_RUN = ("grouped", "packed")  # arms whose updates are others: their speed is that of a run with its first update
 LEAST_SPEED = {  # the recipe over the fastest of these peers, by data and precision
@@ -53,7 +56,7 @@ def spread(values, digits=0):
 def targets(results):
     """Returns the targets of each row: (row, target, ratios to the closest peer, this peer, whether it is reached)."""
     for row, facts in results["rows"].items():
-        arms = measured_arms(results, row)[1:]
+        arms = [arm for arm in measured_arms(results, row)[1:] if arm not in COMPILED]
         goals = [(SPEED, "above", arms, 1.0), (MEMORY, "below", arms, 1.0)]
         if (facts["data"], facts["precision"]) in LEAST_SPEED:
             goals.append((SPEED, "at least", *LEAST_SPEED[facts["data"], facts["precision"]]))
