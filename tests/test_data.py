@@ -62,7 +62,7 @@ def test_written_as_files_the_corpus_is_the_same_text(tmp_path):
     for part in ("train", "validation"):
         source = Source(files=(str(tmp_path / part / "**/*.txt"),))
         own, files = (open_source(one).rows(("text",), True) for one in (Source(embedded=part), source))
-        assert [row[1:] for row in own if row.values["text"]] == [row[1:] for row in files]
+        assert [row[1:3] for row in own if row.values["text"]] == [row[1:3] for row in files]
 
 
 def test_functions_are_the_outermost_ones_with_decorators():
@@ -326,7 +326,7 @@ def test_an_unwritable_cache_is_one_line(tokenizer, tmp_path):
 
 PEAK = """
 import os, resource, sys
-from common.data import row_texts, text
+from common.data import encoding_threads, row_texts, text, tokenising_progress
 from transformers import PreTrainedTokenizerFast
 
 tokenizer = PreTrainedTokenizerFast.from_pretrained(sys.argv[1])

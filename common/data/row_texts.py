@@ -8,7 +8,7 @@ from common.errors import UserError
 # Each batch is (rows, texts, token ids); the latter two are lists by column, then row.
 Batches = Iterator[tuple[list[Row], list[list[str]], list[list[list[int]]]]]
 LARGE_BYTES = 4_000_000  # of a corpus whose tokenisation takes a second or more
-BATCH_CHARACTERS = 1 << 20  # per tokenizer call, which temporarily uses about 100 bytes per token
+BATCH_CHARACTERS = 1 << 18  # per tokenizer call, which temporarily uses about 100 bytes per token
 
 
 def text_of(row: Row, column: str, may_be_empty: bool = True) -> str:
