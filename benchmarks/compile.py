@@ -34,12 +34,13 @@ from recipes.lm import MODEL_CONFIGS, SHAPE, LlamaConfig
 LENGTH, ROWS, MICRO_STEPS = 256, 4, 2  # of the micro-batches of an update
 
 
-def build(size):
+def build(size, rows, length):
+    """Returns a model from scratch that returns the recipe's loss, and token ids (rows, length)."""
     *shape, vocabulary, _ = MODEL_CONFIGS[size]
     torch.manual_seed(0)
     model = LlamaForCausalLM(LlamaConfig(**dict(zip(SHAPE, shape, strict=True)), vocab_size=vocabulary))
     sum_token_losses(model)
-    return model.train(), torch.randint(vocabulary, (ROWS, LENGTH))
+    return model.train(), torch.randint(vocabulary, (rows, length))
 
 
 def update(model, ids, precision):
@@ -55,7 +56,7 @@ def update(model, ids, precision):
 
 def measure(size, precision, rounds):
     """Of this process: seconds of the first compiled update, and of later ones of both kinds."""
-    (plain, ids), (compiled, _) = build(size), build(size)
+    (plain, ids), (compiled, _) = build(size, ROWS, LENGTH), build(size, ROWS, LENGTH)
     compile_layers(compiled.base_model, varies=False)
     update(plain, ids, precision)
     first, loss = update(compiled, ids, precision)

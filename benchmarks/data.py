@@ -13,7 +13,6 @@ set sizes (PSS), sampled every 0.1 s. `seconds` of tokenisation exclude imports 
 import argparse
 import json
 import os
-import platform
 import random
 import re
 import shlex
@@ -167,10 +166,10 @@ def main():
 
 
 def write(runs):
+    from benchmarks.plan_of_a_batch import describe_machine
     from common.report.tracking import versions
 
     facts = json.loads(RESULTS.read_text()) if RESULTS.exists() else {}
-    model = [line.split(":")[1].strip() for line in open("/proc/cpuinfo") if line.startswith("model name")][0]
     for part in dict.fromkeys(run["part"] for run in runs):
         own = [run for run in runs if run["part"] == part]
         medians = {}
@@ -179,7 +178,7 @@ def write(runs):
             medians[arm] = {key: median(run[key] for run in of_arm) for key in of_arm[0] if key not in ("part", "arm")}
         facts[part] = {
             "date": date.today().isoformat(),
-            "machine": f"{model}, {os.cpu_count()} cores, {platform.system()}, no GPU",
+            "machine": f"{describe_machine()}, no GPU",
             "versions": versions(),
             "command": shlex.join(["python", "benchmarks/data.py", *sys.argv[1:]]),
             "medians": medians,

@@ -23,15 +23,14 @@ sys.path.insert(1, str(ROOT))
 
 from common import arguments  # isort: skip  # noqa: F401  # before torch
 import torch
-from transformers import LlamaForCausalLM
 
+from benchmarks.compile import build
 from benchmarks.plan_of_a_batch import describe_machine
 from common.internals.torch import dispatch_mode
 from common.report import tracking
 from common.training.compilation import compile_layers
-from common.training.losses import sum_token_losses
 from common.training.precision import weights_cast_once
-from recipes.lm import MODEL_CONFIGS, SHAPE, LlamaConfig
+from recipes.lm import MODEL_CONFIGS
 
 ATEN = torch.ops.aten
 MATMULS = {ATEN.mm.default, ATEN.addmm.default, ATEN.bmm.default, ATEN.addmm_.default}
@@ -80,14 +79,6 @@ def seconds_alone(found, repeats=3):
     return total
 
 
-def build(size):
-    *shape, vocabulary, _ = MODEL_CONFIGS[size]
-    torch.manual_seed(0)
-    model = LlamaForCausalLM(LlamaConfig(**dict(zip(SHAPE, shape, strict=True)), vocab_size=vocabulary))
-    sum_token_losses(model)
-    return model.train(), torch.randint(vocabulary, (ROWS, LENGTH))
-
-
 def step(model, ids, precision):
     """Seconds of forward and backward of a micro-batch; the weights are cast before."""
     with torch.autocast("cpu", torch.bfloat16, enabled=precision == "bf16"), weights_cast_once(True):
@@ -99,7 +90,7 @@ def step(model, ids, precision):
 
 
 def measure(size, precision, rounds):
-    (plain, ids), (compiled, _), recorder = build(size), build(size), Recorder()
+    (plain, ids), (compiled, _), recorder = build(size, ROWS, LENGTH), build(size, ROWS, LENGTH), Recorder()
     compile_layers(compiled.base_model, varies=False)
     with torch.autocast("cpu", torch.bfloat16, enabled=precision == "bf16"), recorder:
         plain(input_ids=ids, targets=ids.flatten(), target_rows=torch.arange(ids.numel())).backward()

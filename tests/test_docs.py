@@ -101,6 +101,8 @@ def test_the_picture_of_a_runs_end_is_drawn_from_what_a_run_printed():
     recorded = json.loads((ROOT / "benchmarks/results/first-run-cpu.json").read_text())
     picture = (ROOT / "benchmarks/results/first-run-cpu.svg").read_text()
     assert first_run.draw(recorded) == picture and recorded["command"] in PAGES["README.md"]
+    assert recorded["command"] == first_run.COMMAND  # and `make train` passes its flags
+    assert first_run.COMMAND.partition("recipes/lm.py ")[2] in (ROOT / "Makefile").read_text()
     recorded["printed"][1] = "held-out loss 0.0000"
     assert first_run.draw(recorded) != picture
 
