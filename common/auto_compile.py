@@ -10,7 +10,6 @@ import torch
 from common.data.cache import cache_path, only_one
 from common.report import flops
 from common.training.batching import Samples
-from common.training.compilation import can_compile, compile_layers
 
 # On a GPU, smaller models have not been measured.
 FEWEST_PARAMETERS = 100_000_000
@@ -31,19 +30,28 @@ def choose_kernels(run: Any, model: Any, train_set: Samples) -> dict[str, str]:
     run: a `common.run.Run` with its loader. Its `args.compile` becomes whether the layers are compiled.
     model: of transformers. Returns: a line of the run summary, by label, if the layers are compiled.
     """
+    args, is_gpu = run.args, run.device.type == "cuda"
+    is_auto = not isinstance(args.compile, bool)  # not set, or auto
+    if is_auto:
+        args.compile = _can_gain(run, model) and _is_long(run)
+    if not (args.compile or is_gpu):
+        return {}
     lengths = train_set.lengths(np.arange(len(train_set)))
     is_longest = lengths == lengths.max(0)
-    if run.device.type == "cuda" and not is_longest.all():
+    if is_gpu and not is_longest.all():
         # cuDNN builds a plan for each new shape, which takes 0.16 s on an H100; flash attention does not.
         torch.backends.cuda.enable_cudnn_sdp(False)
+    if not args.compile:
+        return {}
+    from common.training import compilation
+
     is_uniform = bool(is_longest.mean() > MOST_EQUAL)
-    if not isinstance(run.args.compile, bool):  # not set, or auto
-        run.args.compile = is_uniform and _can_gain(run, model) and _is_long(run)
-    if not run.args.compile:
+    if is_auto and not (is_uniform and compilation.can_compile(run.device.type)):
+        args.compile = False
         return {}
     keep_code()
     longest = None if is_longest.all() or lengths.ndim > 1 else int(lengths.max())
-    compile_layers(model.base_model, not is_uniform, longest)
+    compilation.compile_layers(model.base_model, not is_uniform, longest)
     if hasattr(model, "generate"):  # a cache grows with each token, so that each would compile the layers again
         model.generate = torch.compiler.set_stance("force_eager")(model.generate)
     return {"compiled": "the layers, in the first update; their code is kept on disk for later runs"}
@@ -65,7 +73,7 @@ def _can_gain(run: Any, model: Any) -> bool:
     """Returns whether compiled layers were measured to be faster than others here, in a long run."""
     grid, mode = run.launch_config.grid, run.launch_config.mode
     is_whole = mode in ("plain", "DDP") and grid.data_parallel == run.launch_config.num_processes
-    if run.args.dry_run or not (run.traits.compiles_layers and is_whole and can_compile(run.device.type)):
+    if run.args.dry_run or not (run.traits.compiles_layers and is_whole):
         return False
     if run.device.type == "cuda":
         is_large = sum(p.numel() for p in model.parameters()) >= FEWEST_PARAMETERS

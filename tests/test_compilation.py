@@ -110,7 +110,7 @@ def test_layers_are_compiled_by_default_where_that_was_measured(
     expected, device, compile_flag, lengths, more, large, cudnn, monkeypatch
 ):
     """And cuDNN's attention, which plans each shape anew, is off on a GPU where lengths differ."""
-    monkeypatch.setattr(auto_compile, "can_compile", lambda _: True)
+    monkeypatch.setattr(compilation, "can_compile", lambda _: True)
     compiled = []
     monkeypatch.setattr(torch.nn.Module, "compile", lambda module, **_: compiled.append(module))
     monkeypatch.setattr(compilation, "compiled_only_if", lambda *_: None)
@@ -124,7 +124,7 @@ def test_layers_are_compiled_by_default_where_that_was_measured(
 
 def test_small_models_and_machines_without_a_compiler_do_not_compile(large, cudnn, monkeypatch):
     for model, can, device in ((llama(), True, GPU), (large, False, GPU), (large, False, CPU)):
-        monkeypatch.setattr(auto_compile, "can_compile", lambda _, can=can: can)
+        monkeypatch.setattr(compilation, "can_compile", lambda _, can=can: can)
         run = fake_run(device, None)
         auto_compile.choose_kernels(run, model, Samples([64] * 4))
         assert run.args.compile is False and cudnn()

@@ -9,7 +9,8 @@ for targets, and experts only for the tokens routed to them.
 import copy
 import os
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from functools import lru_cache
 from itertools import product
 from typing import Any
 
@@ -69,10 +70,12 @@ def of_run(run: Any, lacks_gpus: bool) -> ModelFlops | None:
         if run.device.type == "cpu":
             threads = torch.get_num_threads() * int(os.environ.get("LOCAL_WORLD_SIZE", 1))
             rate *= min(1, (psutil.cpu_count() or 1) / threads)
-    return count(run.meta_model, run.loader.dataset, rate)
+    work = count(run.meta_model, run.loader.dataset)
+    return work and replace(work, rate=rate)
 
 
-def count(meta_model: Callable[[], Any], batches: GlobalBatches, rate: float | None = None) -> ModelFlops | None:
+@lru_cache(1)  # a run counts to decide about --compile, and again to report
+def count(meta_model: Callable[[], Any], batches: GlobalBatches) -> ModelFlops | None:
     """Fits the FLOPs of a model to forward passes at a few sample lengths, on the meta device.
 
     Draws no random numbers, and does not change the meta model. Returns None if the model needs real data.
@@ -104,7 +107,7 @@ def count(meta_model: Callable[[], Any], batches: GlobalBatches, rate: float | N
         return None
     scale = (terms := _terms(points)).max(0)
     coefficients = np.linalg.lstsq(terms / scale, passes - per_target * points[:, -1], rcond=None)[0] / scale
-    return ModelFlops(coefficients, per_target, rate)
+    return ModelFlops(coefficients, per_target, None)
 
 
 def _terms(lengths: np.ndarray) -> np.ndarray:

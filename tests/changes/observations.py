@@ -18,11 +18,11 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.flop_counter import FlopCounterMode
 
 from changes import RANK, UNDO, after, before_reduce, change
-from common import auto_compile, run
+from common import run
 from common.models import model_setup
 from common.parallel import connect, tensor
 from common.report.progress import Progress
-from common.training import optimizers
+from common.training import compilation, optimizers
 
 ROOT = Path(__file__).resolve().parents[2]
 NOT_COUNTED = {  # by torch: functions of shapes
@@ -363,7 +363,7 @@ def note_attention(path):
 
 
 def compile_whole_model(_):
-    change(auto_compile, "compile_layers", lambda model, *_: model.compile(dynamic=True))
+    change(compilation, "compile_layers", lambda model, *_: model.compile(dynamic=True))
 
 
 def expect_status(expected):
