@@ -17,13 +17,15 @@ RECIPE ?= lm
 # By default, recipes/lm.py trains for about two minutes on two cores, with the best of benchmarks/first_run_sweep.py.
 ARGS ?= $(if $(CONFIG)$(filter-out lm,$(RECIPE)),,--optimizer muon --num_updates 950)
 TESTS ?= tests
+# On a CPU with glibc, memory that is freed is used again; other systems ignore it: see docs/speed.md.
+MALLOC := glibc.malloc.mmap_max=0:glibc.malloc.trim_threshold=2000000000:glibc.malloc.tcache_count=0:glibc.malloc.mxfast=0
 
 .PHONY: train quick test bench bench-techniques gpu style lock clean
 
 train: $(INSTALLED)
 	@test -f recipes/$(RECIPE).py || { echo "error: there is no recipes/$(RECIPE).py; RECIPE is one of" \
 	  $(patsubst recipes/%.py,%,$(wildcard recipes/*.py)) >&2; exit 2; }
-	$(BIN)/accelerate launch $(if $(CONFIG),--config_file accelerate_configs/$(CONFIG).yaml,\
+	GLIBC_TUNABLES=$${GLIBC_TUNABLES:-$(MALLOC)} $(BIN)/accelerate launch $(if $(CONFIG),--config_file accelerate_configs/$(CONFIG).yaml,\
 	  $(shell $(BIN)/python -m common.parallel.precision_choice $(RECIPE))) recipes/$(RECIPE).py $(ARGS)
 
 test: $(INSTALLED)

@@ -99,10 +99,10 @@ def train_tuned(args, model, tokenizer, rows, collate, recorder):
     model.train()
     recorder.start()
     for start in range(0, len(rows), args.global_batch_size):
-        samples = sorted(rows[start : start + args.global_batch_size], key=lambda row: -len(row["input_ids"]))
+        samples = sorted(rows[start : start + args.global_batch_size], key=lambda row: -num_inputs(row, model))
         batches = [[samples[0]]]
         for row in samples[1:]:
-            if (len(batches[-1]) + 1) * len(batches[-1][0]["input_ids"]) > args.micro_batch_tokens:
+            if (len(batches[-1]) + 1) * num_inputs(batches[-1][0], model) > args.micro_batch_tokens:
                 batches.append([])
             batches[-1].append(row)
         total, losses = sum(num_targets(row, model) for row in samples), []
@@ -116,6 +116,12 @@ def train_tuned(args, model, tokenizer, rows, collate, recorder):
         optimizer.zero_grad()
         recorder.losses.append(torch.stack(losses).sum().item())
         recorder.update()
+
+
+def num_inputs(row, model):
+    """Of a sample: its tokens; of a decoder alone without the last one, which is only a target."""
+    is_decoder = not isinstance(row["labels"], int) and not model.config.is_encoder_decoder
+    return len(row["input_ids"]) - is_decoder
 
 
 def num_targets(row, model):

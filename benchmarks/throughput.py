@@ -17,7 +17,8 @@ Differences between the arms:
     plain    the padded Accelerate loop of the tutorials: micro-batches of a fixed number of samples, mean of their mean
              losses, weight decay on every parameter
     tuned    a faster hand-written loop: the samples of an update sorted by length, micro-batches of at most
-             --tuned_tokens tokens with padding, exact weights; the model's own loss
+             --tuned_tokens tokens with padding (a decoder's last token, only a target, does not count), exact weights;
+             the model's own loss
     trainer  transformers.Trainer (Seq2SeqTrainer): the same micro-batches; on a GPU Liger kernels, if installed
     grouped  the Trainer with group_by_length, which selects the samples of an update by length. Its updates have
              different samples and numbers of tokens, so its throughput is that of the full run, over the same samples
@@ -28,7 +29,7 @@ Differences between the arms:
              its block. Its throughput is that of the full run too
     compiled, trainer_compiled
              the recipe with --compile, which compiles each layer; the Trainer with torch_compile, which compiles the
-             model. The first update, in which they compile, does not count. Targets leave these arms out
+             model. The first update, in which they compile, does not count. They have their own targets
 
 The data is Python's standard library: its functions, each with its own length; its files, concatenated and split into
 blocks of 512 (both for recipes/lm.py), also for a LoRA adapter of rank 16 on a frozen base (adapter); functions

@@ -4,6 +4,7 @@ import copy
 import importlib.util
 import json
 import math
+import os
 import re
 import statistics
 import sys
@@ -14,6 +15,7 @@ from conftest import BIN, ROOT, base_env, quick_python, run, without
 sys.path.append(str(ROOT / "benchmarks"))
 
 import anatomy
+import malloc
 import throughput_page
 import where_time_goes
 
@@ -92,6 +94,31 @@ def test_a_target_is_held_by_the_median_against_the_nearest_peer(results):
         one["tokens_per_second"] *= 0.7 if one["arm"] == "recipe" else 1
         one["memory_growth_bytes"] *= 1.5 if one["arm"] == "recipe" else 1
     assert not any(holds for _, holds in verdicts().values())
+
+
+def test_compiled_layers_have_targets_of_their_own(results):
+    """Against peers that compile nothing, and the Trainer that compiles; two fewer without that arm."""
+    measured = copy.deepcopy(results[1])
+    (row,) = measured["rows"].values()
+    row |= {"data": "blocks", "precision": "bf16", "arms": ["recipe", "plain", "compiled", "trainer_compiled"]}
+    template = measured["runs"][0]
+    figures = {"recipe": (1.2, 1.0), "plain": (1.0, 4.0), "compiled": (1.6, 0.9), "trainer_compiled": (1.7, 1.0)}
+    names = ("arm", "tokens_per_second", "memory_growth_bytes", "round")
+    one = [template | dict(zip(names, (arm, *figure, 0), strict=True)) for arm, figure in figures.items()]
+
+    def verdicts(runs):
+        measured["runs"] = runs
+        return {what: holds for _, what, _, _, holds in throughput_page.targets(measured)}
+
+    found = verdicts(one)
+    assert found["speed / plain and trainer: at least 1.5"] is False  # the recipe without compiled layers
+    compiled = {what: holds for what, holds in found.items() if what.endswith(", with --compile")}
+    assert compiled == {
+        "speed / plain and trainer: at least 1.5, with --compile": True,
+        "speed / trainer_compiled: above 1, with --compile": False,
+        "memory / trainer_compiled: below 1, with --compile": True,
+    }
+    assert len(found) - len(verdicts(one[:-1])) == 2
 
 
 def test_arms_train_on_the_same_samples(results):
@@ -327,6 +354,36 @@ def make_gpu(directory, failing=""):
         (directory / f"env/bin/{name}").chmod(0o700)
     result = run(["make", "-f", ROOT / "Makefile", "gpu", "VENV=env"], cwd=directory, FAILING=failing)
     return result, (directory / "calls").read_text()
+
+
+# Prints the page faults of allocations of 80 MB, each freed before the next one.
+FAULTS = """
+import resource, torch
+faults = []
+for _ in range(4):
+    before = resource.getrusage(resource.RUSAGE_SELF).ru_minflt
+    torch.zeros(20_000_000)
+    faults.append(resource.getrusage(resource.RUSAGE_SELF).ru_minflt - before)
+print(*faults[1:])
+"""
+
+
+@pytest.mark.skipif(not os.confstr("CS_GNU_LIBC_VERSION"), reason="the settings are those of glibc")
+@pytest.mark.parametrize("setting", ["kept", "default"])
+def test_malloc_uses_a_freed_block_again(setting):
+    """Otherwise each of its 19,532 pages is mapped and zeroed again."""
+    result = run([BIN / "python", "-c", FAULTS], GLIBC_TUNABLES=malloc.SETTINGS[setting])
+    assert result.returncode == 0, result.stderr
+    assert all((int(faults) < 100) == (setting == "kept") for faults in result.stdout.split()), result.stdout
+
+
+def test_the_settings_of_malloc_are_those_that_were_measured():
+    """On the page, in `make train` and in the results."""
+    settings = f"GLIBC_TUNABLES={malloc.SETTINGS['kept']}"
+    assert f"export {settings}\n" in (ROOT / "docs/speed.md").read_text()
+    assert json.loads((ROOT / "benchmarks/results/malloc-cpu.json").read_text())["tunables"] in settings
+    command = run(["make", "-n", "-f", ROOT / "Makefile", "train", f"VENV={BIN.parent}"], GLIBC_TUNABLES="").stdout
+    assert f"GLIBC_TUNABLES=${{GLIBC_TUNABLES:-{malloc.SETTINGS['kept']}}} " in command
 
 
 def test_make_gpu_in_an_existing_environment_installs_nothing_and_runs_every_part(tmp_path):
