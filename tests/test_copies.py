@@ -57,17 +57,20 @@ def data_flags(recipe, directory):
     return [*given, *length, "--num_updates", "11", "--global_batch_size", "4"]
 
 
-@pytest.fixture(scope="module")
-def loaded(tmp_path_factory):
+def modules_of_runs(directory, recipes, *flags):
     """By recipe, the modules of common/ with their files, after a run with cpu.yaml."""
-    directory = tmp_path_factory.mktemp("loaded")
     write_rows(directory / "rows.jsonl", 80)
     (directory / "loaded.py").write_text(LOADED)
-    runs = {one: [*data_flags(one, directory), "--output_dir", str(directory / one)] for one in RECIPES}
+    runs = {one: [*data_flags(one, directory), *flags, "--output_dir", str(directory / one)] for one in recipes}
     result = run([*launch_command("cpu"), directory / "loaded.py", json.dumps(runs)], PYTHONPATH=ROOT)
     assert result.returncode == 0, result.stdout + result.stderr
     found = [json.loads(line.partition(" ")[2]) for line in result.stdout.splitlines() if line.startswith("LOADED ")]
     return dict(found)
+
+
+@pytest.fixture(scope="module")
+def loaded(tmp_path_factory):
+    return modules_of_runs(tmp_path_factory.mktemp("loaded"), RECIPES)
 
 
 def documented():
@@ -93,6 +96,13 @@ def test_a_recipe_loads_what_its_page_names_and_no_more(recipe, loaded):
 def test_the_first_recipe_loads_few_lines(loaded):
     modules = loaded["lm.py"]
     assert sum(len(Path(path).read_text().splitlines()) for path in modules.values()) <= MOST_LINES
+
+
+def test_a_run_long_enough_to_compile_loads_that_decision_and_nothing_of_compiling(loaded, tmp_path):
+    """Layers are compiled from 100 updates on, if their FLOPs are worth it: here they are not."""
+    more = modules_of_runs(tmp_path, ["lm.py"], "--num_updates", "100", "--eval_every", "0")["lm.py"]
+    several_epochs = {"common.training.epochs"}
+    assert more.keys() - loaded["lm.py"].keys() - several_epochs == {"common.auto_compile"}
 
 
 def test_the_list_of_checkpoints_looks_at_files_only():

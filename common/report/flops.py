@@ -26,8 +26,7 @@ from common.training.batching import GlobalBatch, GlobalBatches
 FEW_STEPS = 16  # maximum counted length of models without attention, whose forward may loop over the time steps
 INSPECTED = 1000  # number of samples from which the longest lengths are taken
 
-# Operators that torch does not count. In a grouped matmul, the dimension of groups, in `a`, `b` or the result, is not a
-# factor of the FLOPs. Attention on a CPU has the FLOPs of the GPU kernel.
+# Operators that torch does not count. A grouped matmul's dimension of groups, in `a`, `b` or the result, is no factor.
 _ATEN = torch.ops.aten
 FORMULAS: dict[Any, Any] = {
     _ATEN._grouped_mm: shape_wrapper(lambda a, b, *_, **__: 2 * a[-2] * a[-1] * b[-1]),
@@ -70,15 +69,14 @@ def of_run(run: Any, lacks_gpus: bool) -> ModelFlops | None:
         if run.device.type == "cpu":
             threads = torch.get_num_threads() * int(os.environ.get("LOCAL_WORLD_SIZE", 1))
             rate *= min(1, (psutil.cpu_count() or 1) / threads)
-    work = count(run.meta_model, run.loader.dataset)
-    return work and replace(work, rate=rate)
+    return (work := count(run.meta_model, run.loader.dataset)) and replace(work, rate=rate)
 
 
 @lru_cache(1)  # a run counts to decide about --compile, and again to report
 def count(meta_model: Callable[[], Any], batches: GlobalBatches) -> ModelFlops | None:
     """Fits the FLOPs of a model to forward passes at a few sample lengths, on the meta device.
 
-    Draws no random numbers, and does not change the meta model. Returns None if the model needs real data.
+    Draws no random numbers, and changes no model. Returns None if the model needs real data.
     """
     samples, model = batches.samples, copy.deepcopy(meta_model()).eval()
     lengths = getattr(samples, "sequence_lengths", samples.lengths)(np.arange(min(len(samples), INSPECTED)))
@@ -93,8 +91,7 @@ def count(meta_model: Callable[[], Any], batches: GlobalBatches) -> ModelFlops |
         if hasattr(model, "set_attn_implementation"):
             # Plain matmuls, because the current implementation may exchange tokens between ranks.
             model.set_attn_implementation("eager")
-        # Otherwise some models search the token ids for padding, but meta tensors have no data.
-        model.config.get_text_config().pad_token_id = None
+        model.config.get_text_config().pad_token_id = None  # some models search the ids for it: meta tensors have none
         sample = batches.collate([samples.dummy_sample()])
         try:
             passes = np.array([_count(model, sample, point) for point in points])
