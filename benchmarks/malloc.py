@@ -11,7 +11,7 @@ import argparse
 import itertools
 import json
 import os
-import subprocess
+import platform
 import sys
 import tempfile
 import time
@@ -21,8 +21,10 @@ from statistics import median
 ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(1, str(ROOT))
 
+from throughput import launch
+from throughput_data import rows_of
+
 from benchmarks.plan_of_a_batch import describe_machine
-from benchmarks.throughput_data import rows_of
 from common.report import tracking
 
 # The first two make malloc keep all memory that is freed. The others make it use a freed block again: by default, the
@@ -39,14 +41,11 @@ def measure(size, precision, tunables, num_updates, folder):
     folder: has rows.jsonl, and receives the run.
     """
     output_dir = folder / f"{size}-{precision}-{tunables[:1]}-{time.time_ns()}"
-    environment = {name: value for name, value in os.environ.items() if name != "GLIBC_TUNABLES"}
-    environment |= {"GLIBC_TUNABLES": tunables} if tunables else {}
-    command = [Path(sys.executable).parent / "accelerate", "launch", "--config_file", "accelerate_configs/cpu.yaml"]
-    command += ["--mixed_precision", "no" if precision == "float32" else precision, "recipes/lm.py", "--no-compile"]
-    command += ["--model_config", size, "--sequence_length", 512, "--global_batch_size", 8, "--output_dir", output_dir]
-    command += ["--train_file", folder / "rows.jsonl", "--shape", "blocks"]  # without held-out files
-    command += ["--optimizer", "adamw", "--num_updates", num_updates]
-    subprocess.run(list(map(str, command)), cwd=ROOT, env=environment, check=True, capture_output=True)
+    os.environ["GLIBC_TUNABLES"] = tunables  # of the processes that it starts
+    script = ["recipes/lm.py", "--no-compile", "--model_config", size, "--sequence_length", 512]
+    script += ["--global_batch_size", 8, "--output_dir", output_dir]
+    script += ["--train_file", folder / "rows.jsonl", "--shape", "blocks"]  # without held-out files
+    launch(precision, [*script, "--optimizer", "adamw", "--num_updates", num_updates], "cpu")
     updates = [json.loads(line) for line in (output_dir / "metrics.jsonl").read_text().splitlines()]
     results = json.loads((output_dir / "run.json").read_text())["results"]
     return median(update["tokens_per_second"] for update in updates[1:]), results["memory_growth_bytes"]
@@ -83,7 +82,7 @@ def main():
             file.writelines(json.dumps(row) + "\n" for row in rows_of("blocks"))
         rows = measure_rows(args, Path(directory))
     facts = {"date": time.strftime("%Y-%m-%d"), "machine": describe_machine(), "versions": tracking.versions()}
-    facts |= {"libc": "-".join(os.confstr("CS_GNU_LIBC_VERSION").split()), "tunables": SETTINGS["kept"]}
+    facts |= {"libc": "-".join(platform.libc_ver()), "tunables": SETTINGS["kept"]}
     args.output_dir.mkdir(parents=True, exist_ok=True)
     path = args.output_dir / "malloc-cpu.json"
     path.write_text(json.dumps(facts | {"kept / default": rows}, indent=1) + "\n")
