@@ -1,17 +1,22 @@
-"""Starts the planner, `python -m tools.plan`, in its own process: for --plan, and for the prediction of --dry_run."""
+"""Starts the planner, `python -m tools.plan`, in its own process: for --plan, and for the prediction of --dry_run.
+
+Imports nothing heavy, because a dry run starts the planner before its own imports, so that the two run in parallel.
+"""
 
 import argparse
+import atexit
 import json
 import os
 import subprocess
 import sys
 from collections.abc import Iterator
+from contextlib import suppress
+from functools import cache
 from pathlib import Path
 from typing import Any, NoReturn
 
 from common.errors import UserError, raise_errors
 from common.host_memory import available_per_process, available_total
-from common.parallel.launch import started_world_size
 
 ROOT = Path(__file__).resolve().parent.parent
 SECONDS = 300  # time limit of a prediction
@@ -45,6 +50,8 @@ def _start(*options: str, left_out: tuple[str, ...] = LEFT_OUT) -> dict[str, Any
 
 def _problems(args: argparse.Namespace) -> Iterator[str]:
     """Yields one line per mistake in a command with --plan."""
+    from common.parallel.launch import started_world_size
+
     if started_world_size() > 1:
         yield "--plan is for one process, whatever it plans for: use python instead of accelerate launch"
     for name in ("dry_run", "resume", "overwrite"):
@@ -62,6 +69,24 @@ def hand_over(args: argparse.Namespace) -> NoReturn:
     planner = _start("--machine", args.plan, left_out=("--plan",))
     sys.stdout.flush()
     os.execve(sys.executable, planner["args"], planner["env"])
+
+
+@cache
+def start_predictor() -> subprocess.Popen[str]:
+    """Starts the planner process of a dry run, once. After its imports it waits for the question of a `Prediction`.
+
+    Raises UserError: the planner is missing; OSError or MemoryError: the process cannot be started.
+    """
+    pipe = subprocess.PIPE
+    process = subprocess.Popen(**_start("--predict"), stdin=pipe, stdout=pipe, stderr=pipe, text=True)
+    atexit.register(process.kill)  # for runs that end before their question
+    return process
+
+
+def start_early() -> None:
+    """Starts the planner process; if that is not possible, `Prediction` tries again and gives the reason."""
+    with suppress(UserError, OSError, MemoryError):
+        start_predictor()
 
 
 class Prediction:
@@ -86,12 +111,12 @@ class Prediction:
             question["available"] = [torch.cuda.mem_get_info(run.device)[1]]
         self.reason = ""
         try:
-            planner = _start("--predict", json.dumps(question))
-            self.process = subprocess.Popen(
-                **planner, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
-            )
+            self.process = start_predictor()
         except (UserError, OSError, MemoryError) as error:
             self.reason = str(error)
+            return
+        with suppress(BrokenPipeError):  # the planner has ended with an error, which `describe` returns
+            print(json.dumps(question), file=self.process.stdin, flush=True)
 
     def describe(self) -> str:
         """Waits for the planner; returns the predicted peak memory per process, or why there is no prediction."""

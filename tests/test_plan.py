@@ -5,11 +5,13 @@ import json
 import re
 import shlex
 import shutil
+import subprocess
 import sys
 from collections import Counter
 from dataclasses import replace
 from functools import cache, partial
 
+import psutil
 import pytest
 import torch
 from conftest import (
@@ -416,6 +418,34 @@ def test_several_processes_plan_nothing(tmp_path):
     command = [BIN / "accelerate", "launch", "--config_file", ROOT / "accelerate_configs/multi_cpu.yaml"]
     result = run([*command, ROOT / "recipes/lm.py", "--plan", "--output_dir", tmp_path / "out"], TQDM_DISABLE=1)
     assert result.returncode and "--plan is for one process" in result.stderr
+
+
+STARTS = """
+import sys
+sys.argv = sys.argv[1:]
+import common
+from common.planner import start_predictor
+print("torch" in sys.modules, start_predictor.cache_info().currsize, start_predictor().pid)
+"""
+
+
+@pytest.mark.parametrize(("rank", "flags", "started"), [("0", ["--dry_run"], 1), ("1", ["--dry_run"], 0), ("0", [], 0)])
+def test_the_planner_of_a_dry_run_starts_before_torch_is_imported_and_ends_with_the_run(rank, flags, started):
+    """Controls: the other ranks, and runs that are no dry runs, start none."""
+    result = run([sys.executable, "-c", STARTS, "recipes/lm.py", *flags], cwd=ROOT, RANK=rank)
+    has_torch, early, process = result.stdout.split()
+    assert (has_torch, early) == ("False", str(started)), result.stderr
+    assert not psutil.pid_exists(int(process)) or psutil.Process(int(process)).status() == psutil.STATUS_ZOMBIE
+
+
+def test_the_planner_ends_without_a_word_if_it_is_asked_nothing():
+    """As after a dry run that is killed. Control: asked, it predicts."""
+    command = [sys.executable, "-m", "tools.plan", "--predict", "recipes/vision.py"]
+    asked = dict(words=[], mode="plain", num_processes=1, mixed_precision="no", device="cpu", available=[2**40] * 2)
+    options = {"cwd": ROOT, "capture_output": True, "text": True}
+    silent, answer = (subprocess.run(command, input=text, **options) for text in ("", json.dumps(asked) + "\n"))
+    assert (silent.returncode, silent.stdout, silent.stderr) == (0, "", "")
+    assert answer.stdout.startswith("predicted peak"), answer.stderr
 
 
 @pytest.mark.parametrize("name", ["plan", "plan_published"])

@@ -13,7 +13,7 @@ import subprocess
 import sys
 from functools import partial
 from pathlib import Path
-from typing import NoReturn
+from typing import Any, NoReturn
 
 from common.output import guard_output
 
@@ -26,10 +26,11 @@ MACHINE, GPU = re.compile(r"\d+ *x\b.*|[\d.]+ *[MGT]i?B\b.*"), re.compile(r"([A-
 def main() -> None:
     guard_output()
     words = sys.argv[1:]
-    options = {}
-    while words[:1] in (["--machine"], ["--predict"]) and len(words) > 1:
-        options[words[0]] = words[1]
-        words = words[2:]
+    machine, predicts = None, words[:1] == ["--predict"]  # options of `common.planner`, not for users
+    if predicts:
+        words = words[1:]
+    elif words[:1] == ["--machine"] and len(words) > 1:
+        machine, words = words[1], words[2:]
     if not words or words[0] in ("-h", "--help"):
         print(__doc__.strip() if words else f"error: no recipe; {USAGE}", file=sys.stdout if words else sys.stderr)
         sys.exit(0 if words else 2)
@@ -39,12 +40,11 @@ def main() -> None:
         sys.exit(2)
     if not re.search(rb"^\s*(from|import) common\b", Path(recipe).read_bytes(), re.MULTILINE):
         _end_without_plan(recipe)
-    machine = options.get("--machine", "here")
-    if not options:
-        flags, machine = split_machine(flags)
-    question = json.loads(options.get("--predict", "{}")) or {"machine": machine}
-    if question.get("machine") == "here":
-        question["here"] = _describe_devices()
+    question: dict[str, Any] | None = None
+    if not predicts:
+        if machine is None:
+            flags, machine = split_machine(flags)
+        question = {"machine": machine} | ({"here": _describe_devices()} if machine == "here" else {})
     os.environ["CUDA_VISIBLE_DEVICES"] = ""
     _run(recipe, flags, question)
 
@@ -69,8 +69,8 @@ def _describe_devices() -> dict:
     return json.loads(result.stdout.splitlines()[-1])
 
 
-def _run(recipe: str, flags: list[str], question: dict) -> None:
-    """Runs the recipe with `PlannedRun` instead of `Run`."""
+def _run(recipe: str, flags: list[str], question: dict[str, Any] | None) -> None:
+    """Runs the recipe with `PlannedRun` instead of `Run`. question: see `PlannedRun`."""
     sys.argv = [recipe, *flags]
     directory = Path(recipe).resolve().parent
     # A copy of common/ next to the recipe takes precedence, as in a run.

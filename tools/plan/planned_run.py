@@ -1,5 +1,6 @@
 """PlannedRun: replaces `common.run.Run` in a planner process; prints the plan or prediction once the data is read."""
 
+import json
 import sys
 from collections.abc import Iterable
 from dataclasses import replace
@@ -28,11 +29,16 @@ class PlannedRun:
 
     Args:
         question: for a plan, `machine` (as text) and, for this machine, `here` (fields of `Machine`); for a prediction,
-            the launch, the kind of device and the available bytes (`common.planner.Prediction`).
+            the launch, the kind of device and the available bytes (`common.planner.Prediction`). None: it is the next
+            line of the standard input; a dry run that ends before its question closes the input.
         args, problems, traits: as in `common.run.Run`.
     """
 
-    def __init__(self, question: dict[str, Any], args: Arguments, problems: Iterable[str] = (), **traits: Any):
+    def __init__(self, question: dict[str, Any] | None, args: Arguments, problems: Iterable[str] = (), **traits: Any):
+        if question is None:
+            if not (line := sys.stdin.readline()):
+                sys.exit()
+            question = json.loads(line)
         self.question, self.args, self.traits = question, args, Traits(**traits)
         self.machine: hardware.Machine | None = None
         if "machine" in question:
