@@ -37,6 +37,7 @@ CONTROL = re.compile("[\0-\b\v-\x1f\x7f-\x9f\u200e\u200f\u2028-\u202e\u2066-\u20
 
 
 @lru_cache(maxsize=1024)  # metrics.jsonl asks for each variable of the environment at each update
+@lru_cache(maxsize=4096)  # every update asks for the same names
 def is_secret(name: str) -> bool:
     """Returns whether a setting or a variable with this name contains a secret."""
     is_named = re.search(NAME + "$", name, re.IGNORECASE) is not None
