@@ -7,7 +7,7 @@ from common import argument_checks
 from common.checkpoint.read import list_checkpoints
 from common.errors import UserError, raise_errors
 from common.files import lock_output_dir
-from common.parallel.liveness import decided_by_main
+from common.parallel.main_decisions import decided_by_main
 from common.process import this_process
 from common.report.earlier_starts import read_earlier
 from common.training.recipe_traits import Arguments, given_flags

@@ -32,7 +32,8 @@ from common.checkpoint.training_state import TrainingState
 from common.errors import UserError, raise_errors
 from common.files import lock_output_dir
 from common.parallel.connect import seed_everything
-from common.parallel.liveness import decided_by_main, wait_for_all
+from common.parallel.liveness import wait_for_all
+from common.parallel.main_decisions import decided_by_main
 from common.parallel.rank_store import is_soon
 from common.process import this_process
 from common.versions import versions

@@ -10,7 +10,8 @@ from typing import Any
 
 from common.checkpoint.agreement import Agreement
 from common.errors import raise_errors
-from common.parallel.liveness import decided_by_main, wait_for_all
+from common.parallel.liveness import wait_for_all
+from common.parallel.main_decisions import decided_by_main
 from common.parallel.rank_store import is_soon
 
 SUBJECTS = {

@@ -12,7 +12,7 @@ import xxhash
 
 from common.errors import UserError, one_line
 from common.internals.huggingface_hub import is_offline, set_offline
-from common.parallel.liveness import decided_by_main
+from common.parallel.main_decisions import decided_by_main
 from common.parallel.rank_store import is_soon
 
 

@@ -1,9 +1,6 @@
 """Rows above the maximum length: truncated, left out or an error (--on_too_long), and their counts."""
 
 from collections import Counter
-from typing import Any
-
-from transformers import PreTrainedTokenizerBase
 
 from common.errors import UserError
 
@@ -28,24 +25,6 @@ def is_left_out(choice: str | None, where: str, part: str, length: int, flag: st
             f"the row, raise --{flag}, or pass --on_too_long truncate or drop"
         )
     return choice == "drop"
-
-
-def find_truncated(
-    tokenizer: PreTrainedTokenizerBase, encoded: Any, length: int, *columns: list[str]
-) -> dict[int, int]:
-    """Returns {index of a text: its tokens without truncation} for the texts that were truncated to `length` tokens.
-
-    encoded: the output of the tokenizer for these columns of texts (two columns: pairs of texts).
-    """
-    # Only such a text can have been truncated. Slow tokenizers do not report truncation.
-    full = [number for number, ids in enumerate(encoded["input_ids"]) if len(ids) >= length]
-    if encoded.encodings is not None:
-        full = [number for number in full if encoded.encodings[number].overflowing]
-    if not full:
-        return {}
-    texts = [[column[number] for number in full] for column in columns]
-    ids = tokenizer(*texts, return_attention_mask=False, verbose=False)["input_ids"]
-    return {number: len(tokens) for number, tokens in zip(full, ids, strict=True) if len(tokens) > length}
 
 
 def describe_losses(counts: Counter, length: int, unit: str = "") -> str:

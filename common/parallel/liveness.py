@@ -1,12 +1,10 @@
-"""Communication of ranks without collectives: to wait for each other, get a result of rank 0, and end together.
+"""Communication of ranks without collectives: to wait for each other, and to end together.
 
 With several processes, `rank_watch` detects a process that dies or hangs, and `failures` reports errors.
 """
 
-import json
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from typing import Any
 
 from common.process import this_process
 
@@ -32,16 +30,6 @@ def wait_for_all() -> None:
     """
     if watch := this_process().rank_watch:
         watch.store.wait_for_all()
-
-
-def decided_by_main(question: str, answer: Callable[[], Any]) -> Any:
-    """Returns rank 0's result of `answer` on all ranks, because each may see different files or states of the hub.
-
-    The result must be JSON. All ranks make the same calls, and wait for rank 0 without a time limit.
-    """
-    if watch := this_process().rank_watch:
-        return watch.store.decided_by_main(question, answer)
-    return json.loads(json.dumps(answer()))
 
 
 @contextmanager

@@ -11,7 +11,7 @@ import psutil
 import torch.distributed as dist
 
 from common.errors import UserError
-from common.parallel import liveness
+from common.parallel import liveness, main_decisions
 from common.parallel.channel import is_single_host
 from common.parallel.failures import LOST_STATUS, exit_now
 from common.parallel.launch import Launch, runs_on_cpu
@@ -34,7 +34,7 @@ def name_interface() -> None:
     """
     if is_single_host() or "GLOO_SOCKET_IFNAME" in os.environ:
         return
-    remote = liveness.decided_by_main("remote address", _remote_address)
+    remote = main_decisions.decided_by_main("remote address", _remote_address)
     mine = own_address(os.environ["MASTER_ADDR"])
     if remote is not None and ipaddress.ip_address(mine).is_loopback:
         mine = own_address(remote)

@@ -19,7 +19,8 @@ from common.data.prompts import Prompt, choose_prompts
 from common.errors import UserError
 from common.files import replace_text
 from common.models.model_setup import without_wrapper
-from common.parallel.liveness import decided_by_main, wait_for_all
+from common.parallel.liveness import wait_for_all
+from common.parallel.main_decisions import decided_by_main
 from common.redaction import escape, redact
 from common.report.metric_flag import load_metrics
 from common.report.model_card import as_code

@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 
 from common.data.hub import locate
 from common.errors import UserError, raise_errors, with_location
-from common.parallel.liveness import decided_by_main
+from common.parallel.main_decisions import decided_by_main
 
 SETTINGS = re.compile(r"(.+?):(\w+=[^,]*(?:,\w+=[^,]*)*)")  # f1:average=macro
 OWNERS = ("evaluate-metric", "evaluate-measurement", "evaluate-comparison")  # hub owners of names without an owner

@@ -125,9 +125,8 @@ def sample_ids_of(
     return _epoch(num_samples, seed, epoch)[ids] if num_samples <= 2**16 else shuffled(ids, num_samples, seed, epoch)
 
 
-@lru_cache(maxsize=4)
+@lru_cache(maxsize=4)  # because a permutation of few ids takes as long as one of thousands
 def _epoch(num_samples: int, *order: int) -> np.ndarray:
-    """Returns the ids of an epoch, permuted at once: a permutation of few ids takes as long as one of thousands."""
     return shuffled(np.arange(num_samples), num_samples, *order)
 
 

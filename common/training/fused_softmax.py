@@ -57,6 +57,8 @@ def compiled() -> Any:
     return torch.compile(cross_entropy_gradient_, dynamic=True)
 
 
-def add_product_(total: Tensor, a: Tensor, b: Tensor) -> None:
-    """Adds a @ b to `total`, which has a wider dtype, in place and without rounding the product."""
-    torch.addmm(total, a, b, out_dtype=total.dtype, out=total)
+def add_product(total: Tensor | None, a: Tensor, b: Tensor) -> Tensor:
+    """Returns `total + a @ b` in float32, added in place and without rounding the product of 16-bit matrices."""
+    if total is None:
+        return torch.mm(a, b, out_dtype=torch.float32)
+    return torch.addmm(total, a, b, out_dtype=total.dtype, out=total)

@@ -75,12 +75,12 @@ class _LinearCrossEntropy(torch.autograd.Function):
     def forward(ctx, hidden, weight, bias, targets, *options):
         # row_weights (N,): weight of each row. rows (N,): receives the loss of each row.
         scale, softcap, chunk_rows, dtype, with_gradients, vocabulary, criterion, row_weights, rows = options
+        needed = [with_gradients and is_needed for is_needed in ctx.needs_input_grad[:3]]
         # Gradients of weight and bias are sums over chunks, in float32 at least; autograd casts them at the end.
-        dtypes = [hidden.dtype, *[torch.promote_types(weight.dtype, torch.float32)] * 2]
-        inputs = zip((hidden, weight, bias), dtypes, ctx.needs_input_grad[:3], strict=True)
-        ctx.gradients = [torch.zeros_like(x, dtype=d) if with_gradients and needed else None for x, d, needed in inputs]
-        hidden_grad, weight_grad, bias_grad = ctx.gradients
-        wants_gradients = any(x is not None for x in ctx.gradients)
+        sum_dtype = torch.promote_types(weight.dtype, torch.float32)
+        hidden_grad = torch.zeros_like(hidden) if needed[0] else None
+        weight_grad = torch.zeros_like(weight, dtype=sum_dtype) if needed[1] and not len(hidden) else None
+        bias_grad = torch.zeros_like(bias, dtype=sum_dtype) if needed[2] else None
 
         weight, bias = weight.to(dtype), None if bias is None else bias.to(dtype)  # once, not once per chunk
         is_cpu, wide = weight.device.type == "cpu", torch.promote_types(dtype, torch.float32)
@@ -111,7 +111,7 @@ class _LinearCrossEntropy(torch.autograd.Function):
                 part = slice(first, first + len(slice_))
                 factors = None if row_weights is None else row_weights[part]
                 logits = slice_ if fused else slice_.to(wide)
-                losses = to_gradient(logits, targets[part], factors, scale, softcap, wants_gradients, vocabulary)
+                losses = to_gradient(logits, targets[part], factors, scale, softcap, any(needed), vocabulary)
                 if rows is not None:
                     rows[part] = losses
                 loss += (losses if factors is None else losses * factors).sum()
@@ -121,16 +121,14 @@ class _LinearCrossEntropy(torch.autograd.Function):
                     slice_.copy_(logits)
             if hidden_grad is not None:
                 hidden_grad[start : start + chunk_rows] = (product @ weight)[:count]
-            if weight_grad is not None and weight_grad.dtype == dtype:
-                weight_grad.addmm_(product.t(), chunk)
-            elif weight_grad is not None and fused:
-                fused.add_product_(weight_grad, product.t(), chunk)
-            elif weight_grad is not None:
-                weight_grad += product.t() @ chunk
+            if needed[1]:
+                add = fused.add_product if fused and sum_dtype != dtype else _add_product
+                weight_grad = add(weight_grad, product.t(), chunk)
         if hidden_grad is not None and vocabulary is not None:
             total = hidden_grad.to(torch.promote_types(hidden_grad.dtype, torch.float32))
             dist.all_reduce(total, group=vocabulary[0])
             hidden_grad.copy_(total)
+        ctx.gradients = [hidden_grad, weight_grad, bias_grad]
         return loss
 
     @staticmethod
@@ -141,6 +139,13 @@ class _LinearCrossEntropy(torch.autograd.Function):
         gradients, ctx.gradients = ctx.gradients, None
         assert gradients is not None, "linear_cross_entropy can run backward only once"
         return *(g if g is None else g.mul_(loss_gradient) for g in gradients), *[None] * 10
+
+
+def _add_product(total: Tensor | None, a: Tensor, b: Tensor) -> Tensor:
+    """Returns `total + a @ b` in float32 at least, added in place; the first sum of a large array needs no zeros."""
+    if total is None:
+        return (a @ b).to(torch.promote_types(a.dtype, torch.float32))
+    return total.addmm_(a, b) if total.dtype == a.dtype else total.add_(a @ b)
 
 
 def _logits_to_gradient(

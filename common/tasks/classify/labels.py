@@ -23,7 +23,8 @@ from common.data.row_texts import text_of, utf8_length
 from common.data.source_types import Source
 from common.data.sources import check_columns, open_source
 from common.data.tokenizer import no_more_threads
-from common.data.too_long import find_truncated, is_left_out
+from common.data.too_long import is_left_out
+from common.data.truncation import find_truncated
 from common.errors import UserError, shorten
 from common.training.token_rows import pad_rows
 

@@ -22,7 +22,7 @@ from common.data.hub import identify_pretrained
 from common.errors import UserError
 from common.models import adapters
 from common.parallel.distributed_mode import current_mode
-from common.parallel.liveness import decided_by_main
+from common.parallel.main_decisions import decided_by_main
 from common.process import this_process
 from common.tasks.dpo.losses import LOSSES, sum_answers
 

@@ -28,7 +28,8 @@ from common.data.source_types import Corpus, Row, Source
 from common.data.sources import check_columns, open_source
 from common.data.token_store import TokenStore, TokenWriter
 from common.data.tokenizer import no_more_threads, tokenizer_identity
-from common.data.too_long import find_truncated, is_left_out
+from common.data.too_long import is_left_out
+from common.data.truncation import find_truncated
 from common.errors import UserError, raise_errors
 from common.training.recipe_traits import Arguments
 from common.training.token_rows import pad_rows
