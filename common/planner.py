@@ -73,7 +73,7 @@ def hand_over(args: argparse.Namespace) -> NoReturn:
 
 @cache
 def start_predictor() -> subprocess.Popen[str]:
-    """Starts the planner process of a dry run, once. After its imports it waits for the question of a `Prediction`.
+    """Starts the planner process of a dry run. After its imports it waits for the question of the next `Prediction`.
 
     Raises UserError: the planner is missing; OSError or MemoryError: the process cannot be started.
     """
@@ -115,6 +115,7 @@ class Prediction:
         except (UserError, OSError, MemoryError) as error:
             self.reason = str(error)
             return
+        start_predictor.cache_clear()  # a later dry run of this process asks its own planner
         with suppress(BrokenPipeError):  # the planner has ended with an error, which `describe` returns
             print(json.dumps(question), file=self.process.stdin, flush=True)
 
