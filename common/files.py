@@ -173,12 +173,17 @@ def remove(path: Path) -> None:
         path.unlink(missing_ok=True)
 
 
+def set_aside(directory: Path) -> Path:
+    """Renames a directory so that it counts as incomplete, also if its removal is interrupted; returns the new path."""
+    old = directory.with_name(directory.name + ".old" + PARTIAL)
+    remove(old)
+    return directory.rename(old)
+
+
 def replace_directory(partial: Path, directory: Path) -> None:
     """Renames the complete directory `partial` to `directory`; removes an existing `directory`."""
-    old = directory.with_name(directory.name + ".old" + PARTIAL)
-    if directory.exists():
-        remove(old)
-        directory.rename(old)
+    old = set_aside(directory) if directory.exists() else None
     partial.rename(directory)
-    remove(old)
+    if old is not None:
+        remove(old)
     fsync(directory.parent)

@@ -9,7 +9,7 @@ from typing import Any
 
 import psutil
 
-from common.files import CHECKED, CONTENTS, PARTIAL, remove, replace_text, size_and_digest
+from common.files import CHECKED, CONTENTS, remove, replace_text, set_aside, size_and_digest
 
 logger = logging.getLogger(__name__)  # of any rank: the first process to arrive finds the damage, and only this one
 MOST_LAUNCHES = 64  # that this file lists
@@ -28,9 +28,7 @@ def remove_damaged(directory: Path) -> None:
     problem = _find_damage(directory, with_digests=launch is None or launch not in launches)
     if problem is not None:
         logger.warning("cache %s: %s; it is made again", directory, problem)
-        old = directory.with_name(directory.name + ".old" + PARTIAL)  # incomplete, also if the removal is interrupted
-        remove(old)
-        remove(directory.rename(old))
+        remove(set_aside(directory))
     elif launch is not None and launch not in launches:
         replace_text(checked, json.dumps([*launches, launch][-MOST_LAUNCHES:]))
 

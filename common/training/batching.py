@@ -118,8 +118,7 @@ def sample_ids_of(
     `seed=None` keeps the order of the data (evaluation).
     """
     epoch, number = divmod(update, updates_per_epoch(num_samples, global_batch_size, drop_last_window))
-    start = number * global_batch_size
-    ids = np.arange(start, min(start + global_batch_size, num_samples))
+    ids = np.arange(number * global_batch_size, min((number + 1) * global_batch_size, num_samples))
     if seed is None:
         return ids
     return _epoch(num_samples, seed, epoch)[ids] if num_samples <= 2**16 else shuffled(ids, num_samples, seed, epoch)
