@@ -22,6 +22,8 @@ if problems := [*versions.broken_versions(versions.versions())]:  # before an im
 # Samples of many lengths fragment fixed segments, so that memory runs out early. torch reads all three names.
 if not {"PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_HIP_ALLOC_CONF"} & os.environ.keys():
     os.environ["PYTORCH_ALLOC_CONF"] = "expandable_segments:True"
+# Ctrl-C during the imports prints no traceback.
+sys.excepthook = lambda kind, *rest: None if kind is KeyboardInterrupt else sys.__excepthook__(kind, *rest)
 if "--dry_run" in sys.argv and os.environ.get("RANK", "0") == "0":
     from common.planner import start_early
 

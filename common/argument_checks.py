@@ -33,11 +33,10 @@ def check_arguments(args: Arguments, on_cpu: bool, traits: Traits, grid: Process
         from common.rare_arguments import check_combinations
 
         problems += check_combinations(args, on_cpu)
-    path = Path(args.output_dir)
-    if "--output_dir" in given_flags() and not args.resume:
-        problems += check_output_dir(path, args.overwrite)
-    elif not (args.dry_run or args.resume):  # if the default name exists, it gets a suffix
-        problems += _check_writable(path)
+    if not args.resume:
+        path, is_given = Path(args.output_dir), "--output_dir" in given_flags()
+        # A default directory that exists gets a suffix.
+        problems += check_output_dir(path, args.overwrite) if is_given else _check_writable(path)
     return problems
 
 

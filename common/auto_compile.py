@@ -49,6 +49,8 @@ def choose_kernels(run: Any, model: Any, train_set: Samples) -> dict[str, str]:
     if is_auto and not (is_uniform and compilation.can_compile(run.device.type)):
         args.compile = False
         return {}
+    if is_auto and args.dry_run:  # which must be fast
+        return {"compiled": "nothing in this dry run; a run compiles the layers, in the first update"}
     keep_code()
     longest = None if is_longest.all() or lengths.ndim > 1 else int(lengths.max())
     compilation.compile_layers(model.base_model, not is_uniform, longest)
@@ -73,7 +75,7 @@ def _can_gain(run: Any, model: Any) -> bool:
     """Returns whether compiled layers were measured to be faster than others here, in a long run."""
     grid, mode = run.launch_config.grid, run.launch_config.mode
     is_whole = mode in ("plain", "DDP") and grid.data_parallel == run.launch_config.num_processes
-    if run.args.dry_run or not (run.traits.compiles_layers and is_whole):
+    if not (run.traits.compiles_layers and is_whole):
         return False
     if run.device.type == "cuda":
         is_large = sum(p.numel() for p in model.parameters()) >= FEWEST_PARAMETERS

@@ -87,5 +87,6 @@ def explain_disk_error(error: BaseException, lost: Path | None) -> str | None:
     # An error of a write names no file: it is then the fullest of the disks to which a run writes.
     places = [*this_process().output_locks, Path(tempfile.gettempdir()), Path(".")]
     path = Path(getattr(error, "filename", None) or min(places, key=_free_bytes))
-    advice = "start again; with --resume a run continues from its last checkpoint"
+    is_begun = this_process().update is not None
+    advice = "start again" + "; with --resume a run continues from its last checkpoint" * is_begun
     return disk_line(error, "a file could not be read or written", path, 0, advice)

@@ -28,6 +28,7 @@ class _Outliving(io.FileIO):
         except OSError as error:
             is_closed_terminal = self.is_terminal and error.errno == errno.EIO
             if not is_closed_terminal and not isinstance(error, BrokenPipeError):
+                error.filename = os.path.realpath(f"/dev/fd/{self.fileno()}")  # for the message of a full disk
                 raise
             nowhere = os.open(os.devnull, os.O_WRONLY)
             os.dup2(nowhere, self.fileno())

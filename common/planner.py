@@ -7,6 +7,7 @@ import argparse
 import atexit
 import json
 import os
+import signal
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -130,6 +131,12 @@ class Prediction:
             self.process.communicate()
             return f"not predicted: the planner took more than {SECONDS} s"
         if self.process.returncode:
-            last = (errors.strip().splitlines() or [f"exit status {self.process.returncode}"])[-1]
-            return f"not predicted: {last.removeprefix('error: ')}"
+            lines = errors.strip().splitlines() or [_describe_status(self.process.returncode)]
+            return f"not predicted: {lines[-1].removeprefix('error: ')}"
         return printed.strip().splitlines()[-1]
+
+
+def _describe_status(status: int) -> str:
+    if status > 0:
+        return f"the planner ended with exit status {status}"
+    return f"the planner was ended by {signal.Signals(-status).name}, which a machine also sends when memory runs out"

@@ -126,6 +126,8 @@ FLAG_MISTAKES = {
     "--prompt_column question": "--prompt_column has no effect without --train_file",
     "--train_file LICENSE --completion_column a --shape blocks": "--completion_column and --shape blocks are mutually",
     "--train_file LICENSE --prompt_column a --text_column b": "--prompt_column and --text_column b are mutually",
+    "--compile yes": "error: --compile takes no value, or auto; --no-compile compiles nothing",
+    "--resume=yes": "error: --resume takes no value, or auto$",
     "--num_workers 100000": "--num_workers 100000: more than 16 per CPU core; use at most",
     "--micro_batch_tokens 100": "--micro_batch_tokens 100 does not hold the longest sample of 256",
 }

@@ -122,6 +122,20 @@ def test_layers_are_compiled_by_default_where_that_was_measured(
     vars(large).pop("generate", None)
 
 
+def test_a_dry_run_compiles_nothing_by_default_and_says_that_the_run_will(large, monkeypatch):
+    """Control: with --compile it compiles."""
+    monkeypatch.setattr(compilation, "can_compile", lambda _: True)
+    compiled = []
+    monkeypatch.setattr(torch.nn.Module, "compile", lambda module, **_: compiled.append(module))
+    run = fake_run(CPU, None)
+    run.args.dry_run = True
+    assert auto_compile.choose_kernels(run, large, Samples(BLOCKS))["compiled"].startswith("nothing in this dry run")
+    assert run.args.compile is True and not compiled
+    auto_compile.choose_kernels(run, large, Samples(BLOCKS))
+    assert compiled == list(large.model.layers)
+    vars(large).pop("generate", None)
+
+
 def test_small_models_and_machines_without_a_compiler_do_not_compile(large, cudnn, monkeypatch):
     for model, can, device in ((llama(), True, GPU), (large, False, GPU), (large, False, CPU)):
         monkeypatch.setattr(compilation, "can_compile", lambda _, can=can: can)

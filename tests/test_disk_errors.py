@@ -4,9 +4,12 @@ import errno
 import json
 import os
 import resource
+import subprocess
 from contextlib import contextmanager
+from subprocess import PIPE
 
 import pytest
+from conftest import ROOT, quick_python
 from filelock import FileLock
 
 from common.disk_errors import explain_disk_error, write_status_in_place
@@ -52,6 +55,16 @@ def test_an_error_without_a_path_names_the_disk_that_is_full(small_disk, tmp_pat
     finally:
         del locks[disk]
     assert str(disk) not in explain_disk_error(error, None)  # the control: no run writes there
+
+
+def test_a_full_disk_of_the_output_is_the_one_that_is_named():
+    """And nothing is said of a checkpoint, because no update began. The control writes to a file."""
+    command = [quick_python(), "recipes/vision.py", "--dry_run"]
+    with open("/dev/full", "w") as full, open(os.devnull, "w") as file:
+        failed, control = (subprocess.run(command, cwd=ROOT, stdout=output, stderr=PIPE) for output in (full, file))
+    assert control.returncode == 0, control.stderr
+    assert failed.returncode == 2 and failed.stderr.count(b"\n") == 1
+    assert b"No space left on device (/dev/full)" in failed.stderr and b"--resume" not in failed.stderr
 
 
 def test_a_full_disk_keeps_the_status_of_the_run(small_disk, tmp_path):

@@ -2,11 +2,13 @@
 
 import json
 import re
+from argparse import Namespace
 from dataclasses import dataclass, field
 
 import pytest
 import torch
 import yaml
+from accelerate import Accelerator
 from conftest import BIN, ROOT, assert_refused, launch_command, recipe_arguments, run, specs_script
 from running import Run, set_world, settings_shown
 
@@ -16,6 +18,7 @@ from common.parallel.connect import make_accelerator
 from common.parallel.launch import Launch, parse_launch
 from common.parallel.launch_checks import check_launch
 from common.parallel.process_checks import find_unseen_gpu
+from common.report.settings import list_settings
 from common.training.recipe_traits import Traits
 
 
@@ -330,7 +333,27 @@ def test_a_dry_run_shows_every_setting_and_where_it_comes_from(functions_file, m
     assert view["zero_optimization.stage"] == ("2", "ds_configs/zero2.json")
     assert view["gradient_clipping"] == ("0.5", "ds_configs/zero2.json: auto, resolved")
     assert view["--max_grad_norm"] == ("0.5", "flag") and view["--weight_decay"] == ("0.1", "default")
+    assert view["--compile"] == ("False", "default: auto, resolved")
     assert view["NCCL_DEBUG"] == ("WARN", "environment")
     assert "canary" not in result.stdout + result.stderr
     known = json.loads((ROOT / "ds_configs/zero2.json").read_text())
     assert {f"zero_optimization.{key}" for key in known["zero_optimization"]} <= view.keys()
+
+
+@pytest.mark.parametrize(
+    ("flags", "expected"),
+    [
+        (["--compile"], {"compile": (True, "flag")}),
+        (["--no-compile"], {"compile": (False, "flag --no-compile")}),
+        (["--compile", "auto"], {"compile": (False, "flag: auto, resolved")}),
+        (["--micro_batch_tokens=auto", "--seed", "3"], {"micro_batch_tokens": (512, "flag: auto, resolved")}),
+        (["--save_every", "2epochs"], {"save_every": (24, "flag: 2epochs, resolved"), "seed": (0, "default")}),
+        (["--num_epochs", "3"], {"num_updates": (36, "--num_epochs"), "num_epochs": (3.0, "flag")}),
+    ],
+)
+def test_the_source_of_a_setting_says_what_was_asked(flags, expected, monkeypatch):
+    """The values are those after the run has resolved them."""
+    monkeypatch.setattr("sys.argv", ["recipes/lm.py", *flags])
+    values = {"seed": 0, "compile": None} | {name: value for name, (value, _) in expected.items()}
+    shown = {name: row for name, *row in list_settings(Namespace(**values), Launch(), Accelerator(cpu=True))}
+    assert {name: tuple(shown[f"--{name}"]) for name in expected} == expected

@@ -29,6 +29,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from transformers import LlamaConfig
 
 from common.internals.torch import storage_key, tree_leaves
+from common.planner import Prediction
 from common.training.recipe_traits import Traits
 from tools.plan.__main__ import split_machine
 from tools.plan.allocation_tracer import AllocationTracer
@@ -446,6 +447,23 @@ def test_the_planner_ends_without_a_word_if_it_is_asked_nothing():
     silent, answer = (subprocess.run(command, input=text, **options) for text in ("", json.dumps(asked) + "\n"))
     assert (silent.returncode, silent.stdout, silent.stderr) == (0, "", "")
     assert answer.stdout.startswith("predicted peak"), answer.stderr
+
+
+def test_a_prediction_does_not_depend_on_the_default_output_directory(tmp_path):
+    """Here it cannot be created. Control: without --output_dir, the dry run ends as the run would."""
+    (tmp_path / "runs").write_text("a file")
+    command = [sys.executable, ROOT / "recipes/vision.py", "--dry_run"]
+    predicted = run([*command, "--output_dir", tmp_path / "out"], cwd=tmp_path)
+    assert "predicted peak" in predicted.stdout, predicted.stdout + predicted.stderr
+    assert_mistake(run(command, cwd=tmp_path), r"--output_dir runs/\S+ cannot be written")
+
+
+def test_a_planner_that_was_killed_is_named_with_the_signal():
+    prediction = Prediction.__new__(Prediction)
+    prediction.reason, pipe = "", subprocess.PIPE
+    prediction.process = subprocess.Popen(["sleep", "60"], stdin=pipe, stdout=pipe, stderr=pipe, text=True)
+    prediction.process.kill()
+    assert "not predicted: the planner was ended by SIGKILL" in prediction.describe()
 
 
 @pytest.mark.parametrize("name", ["plan", "plan_published"])

@@ -9,6 +9,7 @@ import re
 import signal
 import subprocess
 import sys
+from pathlib import Path
 
 import psutil
 import pytest
@@ -339,6 +340,14 @@ def test_a_directory_that_is_lost_during_a_run_is_one_line(target, config, rows,
     assert "Traceback" not in told(result) and result.returncode == 1  # the launcher's
     assert config == "cpu" or re.search("exit status 2|exitcode *: 2", result.stderr)
     assert not out.exists()
+
+
+def test_ctrl_c_during_the_imports_prints_nothing():
+    command = [sys.executable, "recipes/lm.py", "--dry_run"]
+    process = subprocess.Popen(command, cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.STDOUT)
+    wait_until(lambda: "libtorch_cpu" in Path(f"/proc/{process.pid}/maps").read_text())
+    process.send_signal(signal.SIGINT)
+    assert process.communicate(timeout=60)[0] == b"" and process.returncode == -signal.SIGINT
 
 
 def test_an_interrupted_tokenisation_is_one_line_and_a_killed_one_is_cleared_away(rows, model_dir, tmp_path):

@@ -64,6 +64,10 @@ def exit_with_parser_error(message: str) -> NoReturn:
     if "ignored explicit argument" in message:
         flag = message.split(":")[0].removeprefix("argument ")
         exit_with_errors([f"{flag} is a switch and takes no value; pass only the flag, or remove it"])
+    if message.endswith(("(choose from 'auto')", "(choose from auto)")):
+        flag = message.split(":")[0].removeprefix("argument ")
+        without = "; --no-compile compiles nothing" if flag == "--compile" else ""
+        exit_with_errors([f"{flag} takes no value, or auto{without}"])
     exit_with_errors([f"{message} (--help lists the flags)"])
 
 

@@ -1,6 +1,8 @@
 """Lists every effective setting with its value and its source: a file, flag, variable or default."""
 
 import argparse
+import itertools
+import sys
 from collections.abc import Iterator
 from typing import Any
 
@@ -10,6 +12,7 @@ from accelerate import Accelerator
 from common.parallel.distributed_mode import describe_mode, describe_precision
 from common.parallel.launch import Launch
 from common.redaction import redact
+from common.training.epochs import EPOCHS
 from common.training.recipe_traits import given_flags
 
 # Prefixes of environment variables that affect a run, or the locations of its files.
@@ -49,10 +52,8 @@ def list_settings(args: argparse.Namespace, launch: Launch, accelerator: Acceler
             else:
                 yield (name, value, "set by Accelerate or the recipe")
 
-    flags = given_flags()
     for name, value in vars(args).items():
-        default = "--num_epochs" if name == "num_updates" and "--num_epochs" in flags else "default"
-        yield (f"--{name}", value, "flag" if f"--{name}" in flags else default)
+        yield (f"--{name}", bool(value) if name == "compile" else value, _source_of_flag(name))
 
     for name, value in sorted(launch.environment.items()):
         if name.startswith(tuple(PREFIXES.split())):
@@ -65,6 +66,19 @@ def _source(launch: Launch, name: str) -> str:
     if launch.file_settings.get(name) is not None:
         return str(launch.config_file)
     return "default of accelerate launch"
+
+
+def _source_of_flag(name: str) -> str:
+    flags = given_flags()
+    if f"--{name}" in flags:
+        words = " ".join(sys.argv[1:]).replace("=", " ").split()
+        text = dict(itertools.pairwise([*words, ""]))[f"--{name}"]
+        return f"flag: {text}, resolved" if EPOCHS.fullmatch(text) else "flag"
+    if f"--no-{name}" in flags:
+        return f"flag --no-{name}"
+    if name == "num_updates" and "--num_epochs" in flags:
+        return "--num_epochs"
+    return "default: auto, resolved" if name == "compile" else "default"
 
 
 def print_dry_run(

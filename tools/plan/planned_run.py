@@ -2,6 +2,7 @@
 
 import json
 import sys
+import tempfile
 from collections.abc import Iterable
 from dataclasses import replace
 from functools import cache, partial
@@ -48,6 +49,7 @@ class PlannedRun:
             on_cpu = self.machine.kind == "cpu"
         else:
             self.launch_config, on_cpu = _asked_launch(question), question["device"] == "cpu"
+            args.output_dir = tempfile.gettempdir()  # the dry run has checked its own
         args.resume = args.overwrite = args.dry_run = False
         raise_errors([*argument_checks.check_arguments(args, on_cpu, self.traits, self.launch_config.grid), *problems])
         self.accelerator = Accelerator(cpu=True)
