@@ -1,4 +1,4 @@
-"""Measures generation and evaluation of recipes/seq2seq.py, compared with transformers alone on the same texts.
+"""Measures generation and evaluation of recipes/seq2seq.py and answers of recipes/lm.py, compared with transformers.
 
     .venv/bin/python benchmarks/generation.py --rounds 3
 
@@ -6,6 +6,9 @@ Generation: tokens/s of `--generate`, of transformers' `generate` for 1, 8 and 3
 file, and of the forwards of the recipe's batches alone, one per generated token, with the cache. The model is a
 T5 from scratch that is not trained; each answer has the maximum length. Evaluation: tokens/s without padding of
 `evaluate`'s micro-batches, and of the model's forwards on full micro-batches of equal length.
+
+Answers: tokens/s of lm.py's `--generate` for 32 held-out documents, and of `generate` for 1 and 32 of them at a time,
+in the order of the file. All answers have the maximum length, and no token beyond it is counted.
 
 The arms alternate within one process of one thread. Each call writes results/generation-cpu.json: values of all rounds,
 medians, machine, versions and date. Ratios are relative to the recipe, within a round.
@@ -21,6 +24,7 @@ from datetime import date
 from functools import partial
 from pathlib import Path
 from statistics import median
+from types import SimpleNamespace
 
 ROOT = Path(__file__).resolve().parent.parent
 sys.path[1:1] = [str(ROOT)]
@@ -31,15 +35,17 @@ import numpy as np  # noqa: E402
 import torch  # noqa: E402
 from accelerate import Accelerator  # noqa: E402
 from throughput import describe_machine  # noqa: E402
-from transformers import AutoModelForSeq2SeqLM  # noqa: E402
+from transformers import AutoModelForCausalLM, AutoModelForSeq2SeqLM  # noqa: E402
 
+from common.report.answers import Answers  # noqa: E402
 from common.report.tracking import versions  # noqa: E402
+from common.data.prompts import choose_prompts  # noqa: E402
 from common.tasks.seq2seq.encoder_decoder import prepare_encoder_decoder, write_targets  # noqa: E402
 from common.tasks.seq2seq.pairs import collate_pairs  # noqa: E402
 from common.training.batching import make_loader  # noqa: E402
 from common.training.process_grid import ProcessGrid  # noqa: E402
 from common.training.recipe_traits import Traits  # noqa: E402
-from recipes import seq2seq  # noqa: E402
+from recipes import lm, seq2seq  # noqa: E402
 
 
 def load(size):
@@ -119,6 +125,30 @@ def full_forwards(model, collate, count):
     return count * 8 * 128
 
 
+def answer_arms(size):
+    """Returns {arm: function that answers 32 documents}, and the number of tokens of these answers."""
+    sys.argv = ["lm.py", "--model_config", size]
+    args = lm.parse_arguments()
+    args.micro_batch_tokens = 1024  # as a run on a CPU sets it
+    tokenizer, config, _, held_out = lm.load_data(args)
+    torch.manual_seed(0)
+    model = AutoModelForCausalLM.from_config(config).eval()
+    model.generation_config.eos_token_id = None
+    prompts = choose_prompts(held_out, 32, tokenizer)
+    run = SimpleNamespace(args=args, device=torch.device("cpu"), is_sharded=False)
+    run.accelerator = SimpleNamespace(num_processes=1, process_index=0)
+    run.evaluations = SimpleNamespace(stop_if_requested=lambda: None)
+    answers = Answers(run, prompts, tokenizer)
+
+    def alone(number):
+        for first in range(0, len(prompts), number):
+            answers._answer(model, [prompt.ids for prompt in prompts[first : first + number]])
+
+    arms = {"recipe": partial(answers._generate, model)}
+    arms |= {f"transformers, {number} at a time": partial(alone, number) for number in (1, 32)}
+    return arms, sum(args.sequence_length - len(prompt.ids) for prompt in prompts)
+
+
 def main():
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--rounds", type=int, default=3)
@@ -160,13 +190,14 @@ def measure(size, rounds):
             "full forwards": partial(full_forwards, model, collate, 24),
         },
     }
+    arms["answers"], num_answered = answer_arms(size)
     rates = {part: {arm: [] for arm in arms[part]} for part in arms}
     for number in range(rounds):
         for part, functions in arms.items():
             for arm in list(functions) if number % 2 == 0 else list(functions)[::-1]:
                 started = time.perf_counter()
                 num_tokens = functions[arm]()
-                num_tokens = num_written if part == "generation" else num_tokens
+                num_tokens = {"generation": num_written, "answers": num_answered}.get(part, num_tokens)
                 rates[part][arm].append(num_tokens / (time.perf_counter() - started))
     for part, values in rates.items():
         for arm, speeds in values.items():

@@ -1,10 +1,13 @@
 """--generate: held-out prompts and the model's answers before and after training, which change nothing of the run."""
 
+import itertools
 import json
 import re
+from argparse import Namespace
 from types import SimpleNamespace
 
 import pytest
+import torch
 from conftest import (
     assert_mistake,
     make_model_dir,
@@ -16,7 +19,7 @@ from conftest import (
     write_jsonl,
 )
 from test_metric import EXACT, write_module
-from transformers import AutoModelForCausalLM, AutoTokenizer
+from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, LlamaConfig, LlamaForCausalLM
 
 from common.data.chats import CHATML
 from common.data.mixed import Mixed
@@ -24,7 +27,7 @@ from common.data.prompts import Prompt, choose_prompts
 from common.data.text import tokenize
 from common.errors import UserError
 from common.redaction import HIDDEN
-from common.report.answers import Answers, _markdown, _read, start_answers
+from common.report.answers import Answers, _markdown, _read, batch_prompts, start_answers
 from common.tasks.dpo.losses import Objective
 from common.tasks.dpo.preferences import tokenize_preferences
 from common.tasks.dpo.unpaired import tokenize_unpaired
@@ -143,6 +146,75 @@ def test_metrics_before_and_after_compare_the_same_texts(tokenizer, tmp_path):
     assert [row["reference"] for row in json.loads((tmp_path / "samples.json").read_text())] == expected
 
 
+# --- batches
+
+SIZES = {"hidden_size": 64, "num_hidden_layers": 3, "num_attention_heads": 4, "intermediate_size": 128}
+GPT2 = {"n_embd": 64, "n_layer": 3, "n_head": 4}
+ARCHITECTURES = {
+    "llama": {**SIZES, "num_key_value_heads": 2},
+    "mistral": {**SIZES, "num_key_value_heads": 2, "sliding_window": 16},
+    "opt": {**SIZES, "word_embed_proj_dim": 64, "ffn_dim": 128},  # learned positions, counted from the mask
+    "gpt2": {**GPT2, "n_positions": 96},  # positions to spare
+    "gpt2-full": {**GPT2, "n_positions": 64},
+    "bloom": {**SIZES, "n_layer": 3, "n_head": 4, "tie_word_embeddings": False},  # ALiBi
+    "mamba": SIZES,
+}
+SINGLY = {"gpt2-full", "mamba"}  # only equal lengths together
+
+
+class Words:
+    pad_token_id = 2
+
+    def decode(self, ids, skip_special_tokens):
+        return " ".join(str(token) for token in ids if token > 2)
+
+
+def batch_flags(size=None, tokens=None, checkpointing="none", length=64):
+    values = {"micro_batch_size": size, "micro_batch_tokens": tokens, "activation_checkpointing": checkpointing}
+    return Namespace(**values, sequence_length=length)
+
+
+def answer(model, prompts, batches, cover=lambda mask: mask):
+    run = SimpleNamespace(args=batch_flags(), device=torch.device("cpu"), is_sharded=False)
+    answers, generate = Answers(run, prompts, Words()), model.generate
+    asked = SimpleNamespace(
+        generate=lambda ids, attention_mask, **more: generate(ids, attention_mask=cover(attention_mask), **more)
+    )
+    texts = [answers._answer(asked, [prompts[index].ids for index in batch]) for batch in batches]
+    return dict(zip(itertools.chain(*batches), itertools.chain(*texts), strict=True))
+
+
+@pytest.mark.parametrize("name", ARCHITECTURES)
+@torch.no_grad()
+def test_prompts_of_different_lengths_are_answered_together_as_each_alone(name):
+    """Control: where they are padded, other answers if the padding is attended to."""
+    torch.manual_seed(0)
+    config = AutoConfig.for_model(name.partition("-")[0], vocab_size=384, eos_token_id=1, pad_token_id=2)
+    config = config.from_dict(config.to_dict() | ARCHITECTURES[name])
+    model = AutoModelForCausalLM.from_config(config).eval()
+    for parameter in model.parameters():  # so that an answer depends on its prompt, and some end early
+        parameter.mul_(3 if parameter.dim() > 1 else 1)
+    lengths = [3, 30, 7, 12, 29, 5, 5, 8]
+    prompts = [Prompt(torch.randint(3, 384, (length,)).tolist(), None) for length in lengths]
+    batches = batch_prompts(lengths, batch_flags(tokens=1024), model)
+    assert batches == ([[0], [5, 6], [2], [7], [3], [4], [1]] if name in SINGLY else [[0, 5, 6, 2, 7, 3, 4, 1]])
+    alone = answer(model, prompts, [[index] for index in range(len(prompts))])
+    assert answer(model, prompts, batches) == alone
+    assert len(set(map(len, alone.values()))) > 1
+    if name not in SINGLY:
+        assert answer(model, prompts, batches, torch.ones_like) != alone
+
+
+def test_a_batch_of_prompts_needs_the_memory_of_micro_batches():
+    """32 prompts at most; the number of processes does not count."""
+    model = LlamaForCausalLM(LlamaConfig(**SIZES, vocab_size=64))
+    cases = [({"tokens": 1024}, 32), ({"tokens": 512}, 16), ({"size": 1}, 8), ({"size": 1, "checkpointing": "full"}, 1)]
+    for given, expected in cases:
+        batches = batch_prompts([9] * 70, batch_flags(**given, length=256), model)
+        assert {len(batch) for batch in batches[:-1]} == {expected}, given
+        assert sorted(index for batch in batches for index in batch) == list(range(70))
+
+
 # --- runs
 
 NUMBER = 3  # prompts, no multiple of two ranks
@@ -242,15 +314,20 @@ def test_a_resumed_run_has_the_answers_before_training(trained):
     assert "exact/count/before" not in results_of(out / "late") and results_of(out / "late")["exact/count"] == NUMBER
 
 
+# Batches of one prompt.
+ONE_BY_ONE = ["--micro_batch_size", 1, "--activation_checkpointing", "full"]
+
+
 def test_each_of_two_processes_answers_a_share(files, trained, tmp_path):
     """Preferences too; and a run that is stopped in its answers before training, and then in those after it."""
-    asked, runs = ["--generate", NUMBER], []
+    asked, runs = ["--generate", NUMBER, *ONE_BY_ONE], []
     for update, number in ((0, 1), (6, NUMBER // 2 + 1)):  # of the answers of rank 1
         status = [str(tmp_path / "run"), f"stopped after update {update}"]
         stop = {"signal_in_answers": [number, 1, "SIGTERM"], "expect_status": status}
         runs.append((flags(files, tmp_path / "run", *asked, *["--resume"] * (update > 0)), stop))
     runs.append((flags(files, tmp_path / "run", *asked, "--resume"), {}))
     metric = ["--metric", files / "exact.py"]
+    asked = ["--generate", NUMBER]  # in one batch, so that one process has nothing to answer
     runs.append((flags(files, tmp_path / "pairs", *asked, *metric, kind="_pairs"), {}, "dpo"))
     run_specs("lm", runs, tmp_path, "multi_cpu")
     before = texts_in(trained[1] / "run")["before"]

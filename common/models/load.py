@@ -29,13 +29,13 @@ def check_model(config: PreTrainedConfig, tokenizer: PreTrainedTokenizerBase, se
             f"the tokenizer has {len(tokenizer)} tokens, but the model's embedding has {rows} rows: take "
             "the model's own tokenizer, or resize the embedding (model.resize_token_embeddings) and save the model"
         )
-    if sequence_length > (positions := _max_positions(config)):
+    if sequence_length > (positions := max_positions(config)):
         yield (
             f"--sequence_length {sequence_length} is beyond the model's {positions} positions; use at most {positions}"
         )
 
 
-def _max_positions(config: PreTrainedConfig) -> float:
+def max_positions(config: PreTrainedConfig) -> float:
     """Returns the maximum number of positions; infinite if the configuration has none, or -1 as XLNet does."""
     positions = getattr(config.get_text_config(), "max_position_embeddings", None) or 0
     return positions if positions > 0 else math.inf
@@ -99,7 +99,7 @@ def describe_use(
             token for token in before if token in tokenizer.added_tokens_decoder and token not in end_tokens
         ]
         part.eos_token_id = stops if part is generation and len(stops) > 1 else stops[0]
-    if (positions := _max_positions(config)) < math.inf:
+    if (positions := max_positions(config)) < math.inf:
         tokenizer.model_max_length = min(tokenizer.model_max_length, positions)
 
 
@@ -110,7 +110,7 @@ def write_sample(model: Any, tokenizer: Any, samples: Samples, length: int = 100
         from common.parallel import sequence
 
         sequence.whole_sequences()
-    positions = _max_positions(model.config)
+    positions = max_positions(model.config)
     input_ids = torch.from_numpy(samples[0][0][: min(16, positions - 1)]).unsqueeze(0).to(model.device)
     model.eval()
     written = model.generate(

@@ -5,6 +5,7 @@ samples.json  the same texts; a resumed run reads the answers before training fr
 """
 
 import hashlib
+import inspect
 import json
 import re
 from collections.abc import Iterator
@@ -18,6 +19,8 @@ from accelerate.utils import gather_object
 from common.data.prompts import Prompt, choose_prompts
 from common.errors import UserError
 from common.files import replace_text
+from common.models.generation import rows_at_once
+from common.models.load import max_positions
 from common.models.model_setup import without_wrapper
 from common.parallel.liveness import wait_for_all
 from common.parallel.main_decisions import decided_by_main
@@ -27,6 +30,7 @@ from common.report.model_card import as_code
 from common.training.precision import weights_cast_once
 
 NAMES = {"before": "before training", "after": "after training"}
+LARGEST_BATCH = 32  # prompts; a batch takes as many steps as its longest answer has tokens
 ERROR = "error_after_training"  # the only result of a metric that is not one of its values
 
 
@@ -84,39 +88,45 @@ class Answers:
     def _generate(self, model: torch.nn.Module) -> list[str]:
         """Returns the greedy answer to each prompt, on all ranks.
 
-        One prompt at a time, without padding, so that an answer does not depend on the other prompts. Each rank answers
-        a share of them. If the weights are sharded, all ranks compute each forward together, so all answer each prompt.
+        Each rank answers a share of the batches. If the weights are sharded, all ranks compute each forward together,
+        so all answer each batch.
         """
-        run, bare, answers = self.run, without_wrapper(model), []
+        run, bare = self.run, without_wrapper(model)
+        answers: list[tuple[int, str]] = []
+        batches = batch_prompts([len(prompt.ids) for prompt in self.prompts], run.args, bare)
         num_shares, rank = (1, 0) if run.is_sharded else (run.accelerator.num_processes, run.accelerator.process_index)
         model.eval()
         with weights_cast_once(run.args.activation_checkpointing == "none"):
-            for first in range(0, len(self.prompts), num_shares):
+            for first in range(0, len(batches), num_shares):
                 run.evaluations.stop_if_requested()  # as often on each rank
-                if first + rank < len(self.prompts):
-                    answers.append((first + rank, self._answer(bare, self.prompts[first + rank].ids)))
+                for batch in batches[first + rank : first + rank + 1]:
+                    answers += zip(batch, self._answer(bare, [self.prompts[index].ids for index in batch]), strict=True)
         model.train()
         if num_shares > 1:
             wait_for_all()  # without a time limit
             answers = gather_object(answers)
         return [text for _, text in sorted(answers)]
 
-    def _answer(self, model: Any, ids: list[int]) -> str:
-        input_ids = torch.tensor([ids], device=self.run.device)
+    def _answer(self, model: Any, prompts: list[list[int]]) -> list[str]:
+        longest, pad = max(map(len, prompts)), self.tokenizer.pad_token_id
+        rows = [[pad] * (longest - len(ids)) + ids for ids in prompts]
+        mask = [[0] * (longest - len(ids)) + [1] * len(ids) for ids in prompts]
+        most = [max(1, self.run.args.sequence_length - len(ids)) for ids in prompts]
         tokens = model.generate(
-            input_ids,
-            attention_mask=torch.ones_like(input_ids),
-            max_new_tokens=max(1, self.run.args.sequence_length - len(ids)),
+            torch.tensor(rows, device=self.run.device),
+            attention_mask=torch.tensor(mask, device=self.run.device),
+            max_new_tokens=max(most),
             do_sample=False,
             num_beams=1,
             num_return_sequences=1,
             return_dict_in_generate=False,
             use_cache=True,
             synced_gpus=self.run.is_sharded,
-            pad_token_id=self.tokenizer.pad_token_id,
+            pad_token_id=pad,
             tokenizer=self.tokenizer,  # the model's generation_config.json may request stop strings
         )
-        return self._decode(tokens[0, len(ids) :].tolist())
+        written = tokens[:, longest:].tolist()
+        return [self._decode(ids[:number]) for ids, number in zip(written, most, strict=True)]
 
     def _decode(self, ids: list[int]) -> str:
         """Returns the text of an answer, without special tokens and secrets.
@@ -154,6 +164,24 @@ class Answers:
         replace_text(self.run.output_dir / "samples.json", json.dumps(rows, indent=1) + "\n")
         if after is not None:
             replace_text(self.run.output_dir / "samples.md", "\n".join(_markdown(rows, redact(results))))
+
+
+def batch_prompts(lengths: list[int], args: Any, model: Any) -> list[list[int]]:
+    """Returns batches of the prompts with these lengths, by index: similar lengths together, padded at the start.
+
+    They do not depend on the number of processes, so answers do not either.
+    """
+    size = min(LARGEST_BATCH, rows_at_once(args, args.sequence_length))
+    # Shorter prompts have longer answers. Meanwhile the tokens after the longest answer must have positions, too.
+    spare = max_positions(model.config) - args.sequence_length
+    if not {"attention_mask", "past_key_values"} <= inspect.signature(model.forward).parameters.keys():
+        spare = 0  # a recurrent network, whose state would depend on padding
+    batches: list[list[int]] = []
+    for index in sorted(range(len(lengths)), key=lengths.__getitem__):
+        if not batches or len(batches[-1]) == size or lengths[index] - lengths[batches[-1][0]] > spare:
+            batches.append([])
+        batches[-1].append(index)
+    return batches
 
 
 def _read(output_dir: Path) -> dict[str, str]:

@@ -66,7 +66,7 @@ def signal_in_evaluation(when):
 
 
 def signal_in_answers(when):
-    """[number, rank, signal]: sent before the answer to a prompt of --generate, counted from 1."""
+    """[number, rank, signal]: sent before the answers to a batch of --generate, counted from 1."""
     number, rank, name = when
     counts = {}
 

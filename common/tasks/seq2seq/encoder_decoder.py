@@ -18,6 +18,7 @@ from common.data.tokenizer import load_tokenizer, train_tokenizer
 from common.errors import UserError, raise_errors
 from common.models.adapters import has_adapter
 from common.models.decisions import decided_once
+from common.models.generation import rows_at_once
 from common.models.load import check_model, load_config
 from common.models.model_setup import without_wrapper
 from common.parallel.distributed_mode import is_sharded
@@ -28,9 +29,6 @@ from common.training.precision import weights_cast_once
 
 # The recipe's arguments of `Traits`.
 TRAITS = {"size_flags": ("sequence_length", "target_length"), "held_out_flags": ("generate",)}
-# Size of a batch that generates, relative to a micro-batch. Without a graph, a layer keeps only keys and values of each
-# token: about a tenth of its activations in training, unless these are recomputed.
-GENERATION_FACTOR = 8
 SHAPE = ("num_layers", "d_model", "num_heads", "d_kv", "d_ff")
 TOKENIZERS = {
     "bpe": "trained on your text, with the vocabulary size of --model_config",
@@ -104,19 +102,17 @@ def write_targets(
 ) -> dict[int, list[int]]:
     """Generates targets greedily for --generate evenly spaced samples; returns {sample id: token ids} on all ranks.
 
-    The samples are partitioned among the ranks like a global batch, each with the maximum length that it can reach, in
-    batches larger than micro-batches, because a step of the decoder takes nearly as long for few samples.
+    The samples are partitioned among the ranks like a global batch, each with the maximum length that it can reach.
     """
     ids = np.unique(np.linspace(0, len(samples) - 1, min(args.generate, len(samples))).astype(int))
     lengths = np.maximum(samples.lengths(ids), [0, args.target_length])
-    factor = GENERATION_FACTOR if args.activation_checkpointing == "none" else 1
     # All batches have the same number of samples, because a batch takes as many steps as its longest answer has tokens.
-    size = args.micro_batch_size or args.micro_batch_tokens / int(lengths.sum(1).max())
+    size = rows_at_once(args, int(lengths.sum(1).max()))
     model.eval()
     generator: Any = without_wrapper(model)
     register_fsdp_forward_method(generator, "generate")  # FSDP2: all-gathers weights; else no effect
     written: list[tuple[int, list[int]]] = []
-    shares = split_global_batch(lengths, accelerator.num_processes, max(1, int(size * factor)))
+    shares = split_global_batch(lengths, accelerator.num_processes, size)
     with weights_cast_once(args.activation_checkpointing == "none"):
         for positions in shares[accelerator.process_index]:
             # Dummy samples and synced_gpus: if weights are sharded, every rank must participate in every forward.
