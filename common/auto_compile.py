@@ -13,7 +13,7 @@ from common.training.batching import Samples
 
 # On a GPU, smaller models have not been measured.
 FEWEST_PARAMETERS = 100_000_000
-# FLOPs of a process in the whole run, per CPU thread or GPU. With fewer, compiling (10 to 20 s) takes about as long as
+# FLOPs of a process in the whole run, per CPU thread or GPU. With fewer, compiling (15 to 30 s) takes about as long as
 # it saves: updates are 1.1 times (float32 on a CPU) to 1.4 times as fast (bf16 on an H100).
 FEWEST_FLOPS = {"cpu": 5e13, "cuda": 2e16}
 # Share of the samples that must have the greatest length: the last block of a corpus is shorter.

@@ -22,7 +22,7 @@ import zstandard
 from conftest import ROOT, assert_mistake, run, run_recipe_alone, source_of, write_jsonl
 from PIL import EpsImagePlugin, Image
 
-from common.data import chats
+from common.data import chats, limited_process
 from common.data.limited_process import LimitedProcess
 from common.data.source_types import Source
 from common.data.sources import open_source
@@ -231,7 +231,7 @@ def test_a_template_is_a_regular_file_of_at_most_a_mebibyte(tmp_path):
 
 
 def test_the_process_has_limits_and_neither_torch_nor_secrets(monkeypatch):
-    """It is one process for all requests, and ends with the block."""
+    """It is one process for all requests, also of the next block with the same limits."""
     monkeypatch.setenv("HF_TOKEN", "secret")
     request = {"probe": "{{ messages[0].content }}"}
     with chats.start_rendering() as process:
@@ -243,7 +243,27 @@ def test_the_process_has_limits_and_neither_torch_nor_secrets(monkeypatch):
         limits = {kind: child.rlimit(getattr(psutil, f"RLIMIT_{kind}"))[0] for kind in ("FSIZE", "NPROC", "CORE")}
         assert limits == dict.fromkeys(limits, 0)
         assert child.rlimit(psutil.RLIMIT_NOFILE)[0] == 32 and child.rlimit(psutil.RLIMIT_CPU)[0] < 30
-    assert not child.is_running()
+    for seconds, is_same in ((limited_process.SECONDS, True), (9, False)):
+        with chats.start_rendering(seconds=seconds) as process:
+            assert [*process.ask(request)] == [["abc", 0, ""]]
+            assert (process.process.pid == child.pid) == is_same
+
+
+def test_a_process_without_requests_ends_and_is_replaced():
+    """Between blocks, and within one. One whose answers are not all read ends with the block."""
+    request, found = {"probe": "{{ messages[0].content }}"}, []
+    for _ in range(2):
+        with chats.start_rendering(idle_seconds=1) as process:
+            for _ in range(2):
+                assert [*process.ask(request)] == [["abc", 0, ""]]
+                found.append(process.process)
+                assert process.process.wait(timeout=30) == limited_process.IDLE_STATUS
+    assert len({child.pid for child in found}) == 4
+    with chats.start_rendering(idle_seconds=1) as process:
+        answers = process.ask(request)
+        assert next(answers) == ["abc", 0, ""]
+        child = process.process
+    assert child.poll() == -signal.SIGKILL
 
 
 ENDLESS = """
@@ -302,8 +322,9 @@ def test_a_small_parquet_file_with_a_large_row_is_refused(name, tmp_path):
 
 
 def test_one_process_decodes_many_parquet_files(tmp_path, monkeypatch):
-    """After a first one for the columns. It has ended; values that JSON does not have keep their type."""
+    """Also for the columns. Values that JSON does not have keep their type."""
     started, start = [], LimitedProcess._start
+    monkeypatch.setattr(limited_process, "_waiting", {})
     monkeypatch.setattr(LimitedProcess, "_start", lambda self: started.append(start(self)) or started[-1])
     day = datetime.date(2026, 1, 2)
     for number in range(20):
@@ -312,7 +333,7 @@ def test_one_process_decodes_many_parquet_files(tmp_path, monkeypatch):
     corpus = open_source(Source(files=(str(tmp_path / "*.parquet"),)))
     assert corpus.columns == ("a", "b", "c", "f") and len(started) == 1
     found = [row for row in corpus.rows(corpus.columns, False)]
-    assert len(found) == 60 and len(started) == 2 and started[1].poll() is not None
+    assert len(found) == 60 and len(started) == 1
     assert found[-1].where == f"{tmp_path}/19.parquet, row 3" and found[-1].values["a"] == "\u00e9\n" * 19
     types = [type(value).__name__ for value in (found[0].values["b"], found[0].values["c"][0]["d"])]
     assert types == ["date", "bytes"] and found[0].values["c"][0]["e"] == 2**60 and found[0].values["f"] == math.inf

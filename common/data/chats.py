@@ -44,7 +44,7 @@ def read_chat_template(name: str) -> str:
         raise UserError(f"{subject}: {reason}; name a file with a template in Jinja, or chatml") from error
     try:
         with start_rendering() as process:
-            written, line, problem = next(process.ask({"probe": text}))
+            ((written, line, problem),) = process.ask({"probe": text})
     except LimitExceeded as error:
         raise UserError(f"{subject}: the template {error}; fix it") from error
     if line:

@@ -1,7 +1,8 @@
 """Runs code on untrusted data in a process with limits of the operating system on memory, time, files and processes.
 
 The process is started anew, so that it has no copy of the training process's memory. It gets requests and sends answers
-as JSON, a line each, over pipes; it ends when its input is closed, also because the training process was killed.
+as JSON, a line each, over pipes; it ends when its input is closed, also because the training process was killed. After
+a block it waits some seconds for the next block with the same module and limits, because its imports take a second.
 
     with LimitedProcess("common.data.chat_rendering") as process:  # in the training process
         for text, spans in process.ask(request): ...
@@ -15,6 +16,7 @@ import signal
 import subprocess
 import sys
 from collections.abc import Callable, Iterator
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -26,6 +28,9 @@ MEMORY_BYTES = 512 << 20  # in addition to the modules, and to REQUEST_FACTOR ti
 REQUEST_FACTOR = 32
 SECONDS = 20  # processor time per answer
 ANSWER_BYTES = 64 << 20  # largest answer, in addition to the size of a request
+IDLE_SECONDS = 5  # without a request, the process ends
+IDLE_STATUS = 75  # its exit status then
+_waiting: dict[Any, "subprocess.Popen[bytes]"] = {}  # by process that started them, module and limits
 # Other variables, such as access tokens, are hidden from the process.
 ENVIRONMENT = (
     "PATH",
@@ -48,20 +53,31 @@ class LimitedProcess:
 
     Args:
         module: its full name, such as "common.data.chat_rendering".
-        memory_bytes, seconds, answer_bytes: the limits.
+        memory_bytes, seconds, answer_bytes, idle_seconds: the limits.
     """
 
     def __init__(
-        self, module: str, memory_bytes: int = MEMORY_BYTES, seconds: int = SECONDS, answer_bytes: int = ANSWER_BYTES
+        self,
+        module: str,
+        memory_bytes: int = MEMORY_BYTES,
+        seconds: int = SECONDS,
+        answer_bytes: int = ANSWER_BYTES,
+        idle_seconds: int = IDLE_SECONDS,
     ) -> None:
-        self.module, self.limits = module, [memory_bytes, seconds, answer_bytes]
+        self.module, self.limits = module, [memory_bytes, seconds, answer_bytes, idle_seconds]
         self.process: subprocess.Popen[bytes] | None = None
+        self.is_asked = False  # and has not given all answers
 
     def __enter__(self) -> "LimitedProcess":
         return self
 
     def __exit__(self, *_: object) -> None:
+        if self.process is not None and not self.is_asked and self._key() not in _waiting:
+            _waiting[self._key()], self.process = self.process, None
         self.close()
+
+    def _key(self) -> Any:
+        return os.getpid(), self.module, *self.limits
 
     def close(self) -> None:
         """Ends the process, if it was started."""
@@ -76,28 +92,39 @@ class LimitedProcess:
         Raises UserError that the module raised, and LimitExceeded.
         """
         line = _to_line(request)
-        process = self.process = self.process or self._start()
-        is_complete = False
+        most = self.limits[2] + len(line) + 64
+        self.is_asked = True
         try:
-            assert process.stdin is not None and process.stdout is not None
-            try:
-                process.stdin.write(line)
-                process.stdin.flush()
-            except BrokenPipeError:  # it has died; its exit status is reported below
-                pass
-            most = self.limits[2] + len(line) + 64
-            while (answer := process.stdout.readline(most)).endswith(b"\n"):
+            answer = self._first_answer(line, most)
+            while answer.endswith(b"\n"):
                 kind, value = json.loads(answer)
                 if kind == "end":
-                    is_complete = True
+                    self.is_asked = False
                     return
                 if kind != "value":
                     raise (UserError if kind == "error" else LimitExceeded)(value)
                 yield value
-            raise LimitExceeded(_larger(most) if answer else self._death(process))
+                answer = self._read(most)
+            raise LimitExceeded(_larger(most) if answer else self._death())
         finally:
-            if not is_complete:
+            if self.is_asked:
                 self.close()
+
+    def _first_answer(self, line: bytes, most: int) -> bytes:
+        """Sends a request and returns the first answer. A process that ended for want of requests is replaced."""
+        while True:
+            process = self.process = self.process or _waiting.pop(self._key(), None) or self._start()
+            assert process.stdin is not None
+            with suppress(BrokenPipeError):  # it has died
+                process.stdin.write(line)
+                process.stdin.flush()
+            if (answer := self._read(most)) or process.wait() != IDLE_STATUS:
+                return answer
+            self.close()
+
+    def _read(self, most: int) -> bytes:
+        assert self.process is not None and self.process.stdout is not None
+        return self.process.stdout.readline(most)
 
     def _start(self) -> "subprocess.Popen[bytes]":
         environment = {name: os.environ[name] for name in ENVIRONMENT if name in os.environ}
@@ -108,8 +135,9 @@ class LimitedProcess:
         command = [sys.executable, "-m", self.module, json.dumps(self.limits)]
         return subprocess.Popen(command, env=environment, stdin=subprocess.PIPE, stdout=subprocess.PIPE)
 
-    def _death(self, process: "subprocess.Popen[bytes]") -> str:
-        status = process.wait()
+    def _death(self) -> str:
+        assert self.process is not None
+        status = self.process.wait()
         if status == -signal.SIGXCPU:
             return f"needs more than {self.limits[1]} s"
         cause = signal.Signals(-status).name if status < 0 else f"exit status {status}"
@@ -144,7 +172,7 @@ def serve(
     import select
     import threading
 
-    memory_bytes, seconds, answer_bytes = json.loads(sys.argv[1])
+    memory_bytes, seconds, answer_bytes, idle_seconds = json.loads(sys.argv[1])
 
     def end_with_input() -> None:
         watched = select.poll()
@@ -172,7 +200,14 @@ def serve(
         answers.flush()  # so that the number of answers identifies the data that exceeds a limit
         limit(resource.RLIMIT_CPU, int(sum(os.times()[:2])) + 1 + seconds)
 
-    while line := requests.readline():
+    def next_request() -> bytes:
+        watched = select.poll()
+        watched.register(0, select.POLLIN)
+        if not watched.poll(idle_seconds * 1000):
+            os._exit(IDLE_STATUS)
+        return requests.readline()
+
+    while line := next_request():
         memory, size = memory_bytes + REQUEST_FACTOR * len(line), answer_bytes + len(line)
         limit(resource.RLIMIT_AS, used + memory)
         limit(resource.RLIMIT_CPU, int(sum(os.times()[:2])) + 1 + seconds)
