@@ -34,8 +34,7 @@ def check_arguments(args: Arguments, on_cpu: bool, traits: Traits, grid: Process
 
         problems += check_combinations(args, on_cpu)
     if not args.resume:
-        path, is_given = Path(args.output_dir), "--output_dir" in given_flags()
-        # A default directory that exists gets a suffix.
+        path, is_given = Path(args.output_dir), "--output_dir" in given_flags()  # an existing default gets a suffix
         problems += check_output_dir(path, args.overwrite) if is_given else _check_writable(path)
     return problems
 

@@ -27,6 +27,7 @@ class ProcessState:
     num_watches: int = 0  # each connection to the other ranks increases it
     output_locks: dict[Path, FileLock] = field(default_factory=dict)  # by output directory; held until the process ends
     lock_inodes: dict[Path, int] = field(default_factory=dict)  # inode of each lock file when it was locked
+    waiting: dict[Any, Any] = field(default_factory=dict)  # processes of `limited_process` between two blocks
     has_document_mask: bool = False  # whether a token attends only to its own document (`document_masks`)
     has_fake_weights: bool = False  # whether all models are on the `meta` device, because a plan traces the run
 

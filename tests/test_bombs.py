@@ -28,6 +28,7 @@ from common.data.source_types import Source
 from common.data.sources import open_source
 from common.data.text import tokenize
 from common.errors import UserError
+from common.process import this_process
 from common.tasks.vision import image_files
 
 BOMBS = {
@@ -324,7 +325,7 @@ def test_a_small_parquet_file_with_a_large_row_is_refused(name, tmp_path):
 def test_one_process_decodes_many_parquet_files(tmp_path, monkeypatch):
     """Also for the columns. Values that JSON does not have keep their type."""
     started, start = [], LimitedProcess._start
-    monkeypatch.setattr(limited_process, "_waiting", {})
+    monkeypatch.setattr(this_process(), "waiting", {})
     monkeypatch.setattr(LimitedProcess, "_start", lambda self: started.append(start(self)) or started[-1])
     day = datetime.date(2026, 1, 2)
     for number in range(20):

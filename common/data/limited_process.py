@@ -23,6 +23,7 @@ from typing import Any
 import psutil
 
 from common.errors import UserError
+from common.process import this_process
 
 MEMORY_BYTES = 512 << 20  # in addition to the modules, and to REQUEST_FACTOR times the size of a request
 REQUEST_FACTOR = 32
@@ -30,7 +31,6 @@ SECONDS = 20  # processor time per answer
 ANSWER_BYTES = 64 << 20  # largest answer, in addition to the size of a request
 IDLE_SECONDS = 5  # without a request, the process ends
 IDLE_STATUS = 75  # its exit status then
-_waiting: dict[Any, "subprocess.Popen[bytes]"] = {}  # by process that started them, module and limits
 # Other variables, such as access tokens, are hidden from the process.
 ENVIRONMENT = (
     "PATH",
@@ -72,8 +72,9 @@ class LimitedProcess:
         return self
 
     def __exit__(self, *_: object) -> None:
-        if self.process is not None and not self.is_asked and self._key() not in _waiting:
-            _waiting[self._key()], self.process = self.process, None
+        waiting = this_process().waiting
+        if self.process is not None and not self.is_asked and self._key() not in waiting:
+            waiting[self._key()], self.process = self.process, None
         self.close()
 
     def _key(self) -> Any:
@@ -113,7 +114,7 @@ class LimitedProcess:
     def _first_answer(self, line: bytes, most: int) -> bytes:
         """Sends a request and returns the first answer. A process that ended for want of requests is replaced."""
         while True:
-            process = self.process = self.process or _waiting.pop(self._key(), None) or self._start()
+            process = self.process = self.process or this_process().waiting.pop(self._key(), None) or self._start()
             assert process.stdin is not None
             with suppress(BrokenPipeError):  # it has died
                 process.stdin.write(line)
@@ -200,14 +201,7 @@ def serve(
         answers.flush()  # so that the number of answers identifies the data that exceeds a limit
         limit(resource.RLIMIT_CPU, int(sum(os.times()[:2])) + 1 + seconds)
 
-    def next_request() -> bytes:
-        watched = select.poll()
-        watched.register(0, select.POLLIN)
-        if not watched.poll(idle_seconds * 1000):
-            os._exit(IDLE_STATUS)
-        return requests.readline()
-
-    while line := next_request():
+    while line := _next_request(requests, idle_seconds):
         memory, size = memory_bytes + REQUEST_FACTOR * len(line), answer_bytes + len(line)
         limit(resource.RLIMIT_AS, used + memory)
         limit(resource.RLIMIT_CPU, int(sum(os.times()[:2])) + 1 + seconds)
@@ -222,3 +216,13 @@ def serve(
         else:
             send("end", None, size)
         limit(resource.RLIMIT_AS, resource.RLIM_INFINITY)  # the next request may be larger
+
+
+def _next_request(requests: Any, idle_seconds: int) -> bytes:
+    import select
+
+    watched = select.poll()
+    watched.register(0, select.POLLIN)
+    if not watched.poll(idle_seconds * 1000):
+        os._exit(IDLE_STATUS)
+    return requests.readline()
