@@ -37,9 +37,9 @@ from accelerate import Accelerator  # noqa: E402
 from throughput import describe_machine  # noqa: E402
 from transformers import AutoModelForCausalLM, AutoModelForSeq2SeqLM  # noqa: E402
 
+from common.data.prompts import choose_prompts  # noqa: E402
 from common.report.answers import Answers  # noqa: E402
 from common.report.tracking import versions  # noqa: E402
-from common.data.prompts import choose_prompts  # noqa: E402
 from common.tasks.seq2seq.encoder_decoder import prepare_encoder_decoder, write_targets  # noqa: E402
 from common.tasks.seq2seq.pairs import collate_pairs  # noqa: E402
 from common.training.batching import make_loader  # noqa: E402

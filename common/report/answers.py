@@ -99,7 +99,8 @@ class Answers:
         with weights_cast_once(run.args.activation_checkpointing == "none"):
             for first in range(0, len(batches), num_shares):
                 run.evaluations.stop_if_requested()  # as often on each rank
-                for batch in batches[first + rank : first + rank + 1]:
+                if first + rank < len(batches):
+                    batch = batches[first + rank]
                     answers += zip(batch, self._answer(bare, [self.prompts[index].ids for index in batch]), strict=True)
         model.train()
         if num_shares > 1:
