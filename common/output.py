@@ -26,13 +26,13 @@ class _Outliving(io.FileIO):
         try:
             return super().write(data)
         except OSError as error:
-            is_closed_terminal = self.is_terminal and error.errno == errno.EIO
-            if not is_closed_terminal and not isinstance(error, BrokenPipeError):
-                error.filename = os.path.realpath(f"/dev/fd/{self.fileno()}")  # for the message of a full disk
-                raise
-            nowhere = os.open(os.devnull, os.O_WRONLY)
+            error.filename = os.path.realpath(f"/dev/fd/{self.fileno()}")  # for the message of a full disk
+            nowhere = os.open(os.devnull, os.O_WRONLY)  # also after other errors, because Python flushes again at exit
             os.dup2(nowhere, self.fileno())
             os.close(nowhere)
+            is_closed_terminal = self.is_terminal and error.errno == errno.EIO
+            if not is_closed_terminal and not isinstance(error, BrokenPipeError):
+                raise
             return len(data)
 
 

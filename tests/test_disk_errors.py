@@ -9,7 +9,7 @@ from contextlib import contextmanager
 from subprocess import PIPE
 
 import pytest
-from conftest import ROOT, quick_python
+from conftest import ROOT, base_env, quick_python
 from filelock import FileLock
 
 from common.disk_errors import explain_disk_error, write_status_in_place
@@ -60,8 +60,9 @@ def test_an_error_without_a_path_names_the_disk_that_is_full(small_disk, tmp_pat
 def test_a_full_disk_of_the_output_is_the_one_that_is_named():
     """And nothing is said of a checkpoint, because no update began. The control writes to a file."""
     command = [quick_python(), "recipes/vision.py", "--dry_run"]
+    how = {"cwd": ROOT, "env": base_env(PYTHONUNBUFFERED=None), "stderr": PIPE}  # what is buffered is written at exit
     with open("/dev/full", "w") as full, open(os.devnull, "w") as file:
-        failed, control = (subprocess.run(command, cwd=ROOT, stdout=output, stderr=PIPE) for output in (full, file))
+        failed, control = (subprocess.run(command, stdout=output, **how) for output in (full, file))
     assert control.returncode == 0, control.stderr
     assert failed.returncode == 2 and failed.stderr.count(b"\n") == 1
     assert b"No space left on device (/dev/full)" in failed.stderr and b"--resume" not in failed.stderr
