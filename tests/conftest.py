@@ -41,11 +41,18 @@ def caches(tmp_path_factory):
 
 @pytest.fixture(autouse=True)
 def environment():
-    """A test leaves the environment as it found it: another test of the same process would read what it set."""
+    """A test leaves the environment as it found it: another test of the same process would read what it set.
+
+    Accelerate's state too, which refuses an Accelerator with other settings. A test without one does not import it.
+    """
     before = dict(os.environ)
     yield
     os.environ.clear()
     os.environ.update(before)
+    if "accelerate.state" in sys.modules:
+        from common.internals.accelerate_state import forget_state
+
+        forget_state()
 
 
 # The files that take longest come first, so that at the end no worker has one alone.

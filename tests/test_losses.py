@@ -8,7 +8,6 @@ import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 from accelerate import Accelerator
-from accelerate.state import AcceleratorState, GradientState, PartialState
 from torch.distributed.fsdp import fully_shard
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
@@ -338,21 +337,17 @@ def test_vocabulary_padded_beyond_the_config():
 
 
 def test_accelerate_prepares_it_and_unwraps_it_again():
-    try:
-        accelerator = Accelerator(cpu=True, mixed_precision="bf16")
-        model = build("llama")
-        plain = copy.deepcopy(model)
-        sum_token_losses(model)
-        prepared = accelerator.prepare(model)
-        loss = prepared(**batch())
-        with torch.autocast("cpu", torch.bfloat16):
-            assert loss.item() == pytest.approx(own_loss_sum(plain, **batch()).item(), rel=1e-3)
-        assert loss.item() != pytest.approx(own_loss_sum(plain, **batch()).item(), rel=1e-6)  # autocast was on
-        unwrapped = accelerator.unwrap_model(prepared, keep_fp32_wrapper=False)
-        assert unwrapped(**batch()).item() == pytest.approx(own_loss_sum(plain, **batch()).item(), rel=1e-6)
-    finally:
-        for state in (AcceleratorState, GradientState, PartialState):
-            state._reset_state()
+    accelerator = Accelerator(cpu=True, mixed_precision="bf16")
+    model = build("llama")
+    plain = copy.deepcopy(model)
+    sum_token_losses(model)
+    prepared = accelerator.prepare(model)
+    loss = prepared(**batch())
+    with torch.autocast("cpu", torch.bfloat16):
+        assert loss.item() == pytest.approx(own_loss_sum(plain, **batch()).item(), rel=1e-3)
+    assert loss.item() != pytest.approx(own_loss_sum(plain, **batch()).item(), rel=1e-6)  # autocast was on
+    unwrapped = accelerator.unwrap_model(prepared, keep_fp32_wrapper=False)
+    assert unwrapped(**batch()).item() == pytest.approx(own_loss_sum(plain, **batch()).item(), rel=1e-6)
 
 
 @pytest.mark.parametrize("mode", ["ddp", "fsdp2", "fsdp2 head apart"])
