@@ -8,7 +8,8 @@ that process and ends as it does; the link DIRECTORY/PID leads from its number t
 process starts with its `sys.executable` starts in the same way: workers of a launcher, the planner of a dry run. The
 other programs of DIRECTORY are those beside the real Python. It is the real Python that runs where a forked process
 would differ: with most options, with another value of a variable that is read when a library is imported, for a
-library's script. A test that kills a launcher alone must take the real one itself: forked workers do not know theirs.
+library's script. A test that kills a launcher alone must take the real one itself: forked workers do not know theirs. A forked
+run draws no curves unless PYTEST_CURVES is set: to draw them takes longer than to train so small a model.
 The server ends when its stdin does.
 """
 
@@ -18,6 +19,7 @@ import ctypes
 import gc
 import importlib
 import json
+import math
 import os
 import pkgutil
 import runpy
@@ -284,6 +286,10 @@ def become(directory, paths, pid, blocked, ignored, options, words, cwd, env):
     os.environ.clear()
     os.environ.update(env)
     be_child_of(pid)
+    if "PYTEST_CURVES" not in env:
+        from common.report import progress
+
+        progress.FEWEST_TO_DRAW = math.inf
     os.environ["PYTEST_REAL_PYTHON"], sys.executable = sys.executable, f"{directory}/python"
     for stream in (sys.stdout, sys.stderr):
         stream.reconfigure(write_through="-u" in options)

@@ -61,7 +61,7 @@ def alone(tmp_path_factory, rows):
     runs.append(
         (text_flags(rows, out / "drawn"), {"broken_steps": ["common.report.predictions.draw_confusion"]}, "classify")
     )
-    return run_specs("lm", runs, out), out
+    return run_specs("lm", runs, out, PYTEST_CURVES="1"), out
 
 
 @pytest.mark.parametrize("recipe", ALONE)

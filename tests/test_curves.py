@@ -70,8 +70,9 @@ def test_a_mean_of_many_updates_is_drawn_of_a_noisy_figure():
     assert len(values) == 1000 and all(abs(value - 1) < 0.1 for value in values[20:-20])
 
 
-def test_a_run_draws_itself(tmp_path):
+def test_a_run_draws_itself(tmp_path, monkeypatch):
     """Control: a run with too few updates for a curve does not. The process that trains loads no matplotlib."""
+    monkeypatch.setenv("PYTEST_CURVES", "1")
     rows = write_rows(tmp_path / "rows.jsonl", 40)
     flags = ["--train_file", rows, "--validation_file", rows, "--sequence_length", 32, "--eval_every", 5]
     result = launch(*flags, "--num_updates", 11, "--output_dir", tmp_path / "run", config="multi_cpu")

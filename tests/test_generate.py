@@ -178,7 +178,9 @@ def answer(model, prompts, batches, cover=lambda mask: mask):
     run = SimpleNamespace(args=batch_flags(), device=torch.device("cpu"), is_sharded=False)
     answers, generate = Answers(run, prompts, Words()), model.generate
     asked = SimpleNamespace(
-        generate=lambda ids, attention_mask, **more: generate(ids, attention_mask=cover(attention_mask), **more)
+        generate=lambda ids, attention_mask, **more: generate(
+            ids, attention_mask=cover(attention_mask), **more | {"max_new_tokens": 24}
+        )
     )
     texts = [answers._answer(asked, [prompts[index].ids for index in batch]) for batch in batches]
     return dict(zip(itertools.chain(*batches), itertools.chain(*texts), strict=True))
