@@ -25,7 +25,7 @@ from contextlib import suppress
 from pathlib import Path
 
 import psutil
-from conftest import BIN, ROOT, base_env, make_model_dir, quick_python, stdlib_functions, write_jsonl
+from conftest import BIN, ROOT, base_env, make_model_dir, stdlib_functions, write_jsonl
 from running import children, program_of
 
 sys.path.insert(0, str(ROOT))
@@ -107,7 +107,7 @@ class ElasticRun:
     def start(self, host, cwd=ROOT, python=None):
         log = self.logs.setdefault(host, self.directory / f"host{host}.log")
         address = ["--address", self.cluster.address(host)]
-        command = self.cluster.command(host, python or quick_python(), *self.launch, *address, *self.recipe)
+        command = self.cluster.command(host, python or BIN / "python", *self.launch, *address, *self.recipe)
         env = base_env() | {"LAUNCH_TOKEN": f"{self.directory}-one-secret-of-all", "TQDM_DISABLE": "1"}
         with open(log, "a") as file:
             self.processes[host] = subprocess.Popen(

@@ -8,9 +8,9 @@ that process and ends as it does; the link DIRECTORY/PID leads from its number t
 process starts with its `sys.executable` starts in the same way: workers of a launcher, the planner of a dry run. The
 other programs of DIRECTORY are those beside the real Python. It is the real Python that runs where a forked process
 would differ: with most options, with another value of a variable that is read when a library is imported, for a
-library's script. A test that kills a launcher alone must take the real one itself: forked workers do not know theirs. A forked
-run draws no curves unless PYTEST_CURVES is set: to draw them takes longer than to train so small a model.
-The server ends when its stdin does.
+library's script. A test that kills a launcher alone must take the real one itself: forked workers do not know theirs.
+A forked run draws no curves unless PYTEST_CURVES is set: to draw takes longer than to train so small a model. The
+server ends when its stdin does.
 """
 
 import atexit
@@ -42,11 +42,12 @@ ASK_THE_GPU = ("bitsandbytes", "deepspeed", "peft")
 # How the names of variables begin that launchers, recipes and tests set, and that nothing reads when it is imported;
 # with a "=" it is the whole name. (DeepSpeed's accelerator is the one that it found here.)
 READ_WHEN_USED = tuple(
-    """ACCELERATE_ CHECK= COMET_ CONFIG= CUDA_MODULE_ CUDA_VISIBLE_ DS_ACCELERATOR ENVIRONMENT= FSDP_ GLOO_SOCKET_
-    GROUP_ HF_ENDPOINT= HF_TOKEN HOSTNAME= KMP_ LAUNCH_FLAGS= LOCAL_ MAIN_IP= MASTER_ MV2_ NCCL_DEBUG NEPTUNE_ NODES=
-    OLDPWD= OMPI_ PARALLELISM_ PATH PET_ PMI_ PORT= PROCESSES PWD= PYTEST_ PYTHON= PYTHONPATH RANK ROLE_ SHLVL= SLURM
-    SRUN_ TIMEOUT= TMPDIR= TOKENIZERS_PARALLELISM TORCHELASTIC_ TORCH_NCCL_ TQDM_DISABLE WANDB_ WORLD_SIZE
-    XDG_CACHE_HOME= _= http_proxy=""".split()
+    """ACCELERATE_ CHECK= COMET_ CONFIG= CUDA_MODULE_ CUDA_VISIBLE_ DS_ACCELERATOR ENVIRONMENT= FLAGS= FSDP_
+    GLOO_SOCKET_ GROUP_ HF_ENDPOINT= HF_TOKEN HOSTNAME= JOB_COMPLETION_INDEX= KMP_ LAUNCH_ LOCAL_ MAIN_IP=
+    MASTER_ MV2_ NCCL_DEBUG NEPTUNE_ NODES= OLDPWD= OMPI_ OUTPUT_DIR= PARALLELISM_ PATH PET_ PMI_ PORT= PROCESSES
+    PWD= PYTEST_ PYTHON= PYTHONPATH RANK ROLE_ SHLVL= SKYPILOT_ SLURM SRUN_ TIMEOUT= TMPDIR= TRAIN_FILE=
+    TOKENIZERS_PARALLELISM TORCHELASTIC_ TORCH_NCCL_ TQDM_DISABLE WANDB_ WORLD_SIZE XDG_CACHE_HOME= _=
+    http_proxy=""".split()
 )
 TOOLS = ("tools.check", "tools.checkpoint", "tools.compare", "tools.plan")
 CLIENT = """#!{python} -IS

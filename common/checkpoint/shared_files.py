@@ -39,9 +39,7 @@ def check_identity(identity: dict) -> None:
 
 
 def share_output_dir(ranks: Agreement, args: argparse.Namespace) -> None:
-    """Sets rank 0's output directory on all ranks, and checks that each host can see files in it.
-
-    The default name contains the time, so it could differ between ranks.
+    """Sets rank 0's output directory on all ranks (the default name has the time); checks that all hosts see its files.
 
     Raises UserError: the hosts do not share the directory.
     """
@@ -67,6 +65,8 @@ def share_output_dir(ranks: Agreement, args: argparse.Namespace) -> None:
         f"{socket.gethostname()}; pass the absolute path of a directory that all hosts share, or "
         "with a URL set XDG_CACHE_HOME to one"
     )
-    ranks.raise_first(None if is_seen else line)
-    if token is not None:
-        token.close()
+    try:
+        ranks.raise_first(None if is_seen else line)
+    finally:
+        if token is not None:
+            token.close()

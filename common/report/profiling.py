@@ -22,6 +22,8 @@ Profiled updates are slower than others, especially with many small operators. E
 import gzip
 import json
 import os
+import shutil
+import tempfile
 from collections import defaultdict
 from collections.abc import Generator, Iterator
 from contextlib import ExitStack, closing, contextmanager, nullcontext
@@ -34,7 +36,6 @@ import numpy as np
 import torch
 from torch.profiler import profile, record_function, schedule
 
-from common.files import open_new
 from common.internals.torch import SCHEDULED_BACKWARD
 from common.parallel import liveness
 from common.process import this_process
@@ -140,14 +141,16 @@ def _write(run: Any, profiler: profile) -> None:
     directory = Path(run.output_dir) / "profile"
     directory.mkdir(parents=True, exist_ok=True)  # each host may have its own directory
     path = directory / f"trace-rank-{run.accelerator.process_index}.json.gz"
-    unfinished = path.with_name("partial-" + path.name)
-    open_new(unfinished).close()
-    profiler.export_chrome_trace(str(unfinished))
-    os.replace(unfinished, path)
+    with tempfile.TemporaryDirectory(dir=directory) as temporary:
+        plain, unfinished = Path(temporary, "trace.json"), Path(temporary, path.name)
+        profiler.export_chrome_trace(str(plain))
+        # Not by torch, which takes the highest level: 9 % less in 7 times the time.
+        with plain.open("rb") as file, gzip.open(unfinished, "wb", compresslevel=6) as compressed:
+            shutil.copyfileobj(file, compressed)
+        events = json.loads(plain.read_bytes())["traceEvents"] if run.accelerator.is_main_process else []
+        os.replace(unfinished, path)
     if run.accelerator.is_main_process:
-        with gzip.open(path) as file:
-            times = where_time_went(json.load(file)["traceEvents"])
-        last = run.state.update
+        last, times = run.state.update, where_time_went(events)
         times = {"updates": list(range(last - RECORDED, last))} | times
         write_run(run.output_dir, read_run(run.output_dir) | {"profile": times})
         run.progress.print(describe(times) + f"\ntrace      {path} (https://ui.perfetto.dev opens it)")
