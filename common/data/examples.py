@@ -46,7 +46,7 @@ def encode_examples(
                 ):
                     counts["too_long"] += 1
                     continue
-                num_targets = int((stored >= 0).sum())
+                num_targets = int(np.count_nonzero(stored >= 0))
                 if not num_targets:
                     counts["dropped"] += 1
                     counts["without_targets"] += any(is_target[1:])
@@ -76,14 +76,15 @@ def encode_texts(
 
 def _join(batch: tuple[Any, ...], tokenizer: PreTrainedTokenizerBase, counts: Counter) -> Iterator[Encoded]:
     (before, behind), (rows, texts, ids) = special_tokens_around(tokenizer), batch
+    eos = tokenizer.eos_token_id  # a slow property, once per batch
     for number in range(len(rows)):
         text = "".join(column[number] for column in texts)
         context, targets = before, ids[0][number] + behind
         if len(texts) == 2:
             # A completion must follow a token, because the first token of a sample cannot be a target.
-            context, targets = before + ids[0][number] + behind or [tokenizer.eos_token_id], ids[1][number]
+            context, targets = before + ids[0][number] + behind or [eos], ids[1][number]
             counts["empty"] += bool(text) and not targets
-        targets = with_end_of_text(targets, tokenizer.eos_token_id) if text else []
+        targets = with_end_of_text(targets, eos) if text else []
         yield context + targets, [False] * len(context) + [True] * len(targets), text
 
 
