@@ -104,10 +104,10 @@ class ElasticRun:
         self.recipe += ["--output_dir", self.out, "--resume", "auto"]
         self.processes, self.logs = {}, {}
 
-    def start(self, host, cwd=ROOT, python=None):
+    def start(self, host, cwd=ROOT):
         log = self.logs.setdefault(host, self.directory / f"host{host}.log")
         address = ["--address", self.cluster.address(host)]
-        command = self.cluster.command(host, python or BIN / "python", *self.launch, *address, *self.recipe)
+        command = self.cluster.command(host, BIN / "python", *self.launch, *address, *self.recipe)
         env = base_env() | {"LAUNCH_TOKEN": f"{self.directory}-one-secret-of-all", "TQDM_DISABLE": "1"}
         with open(log, "a") as file:
             self.processes[host] = subprocess.Popen(

@@ -85,7 +85,7 @@ def test_a_host_with_different_software_is_rejected(cluster, functions_file, mod
     try:
         elastic.start(0)
         elastic.wait_for(lambda line: True)
-        elastic.start(1, cwd=older, python=BIN / "python")
+        elastic.start(1, cwd=older)
         assert elastic.processes.pop(1).wait(60) == 2
         line = elastic.logs[1].read_text().strip().splitlines()[-1]
         assert line.startswith("error: host host1 differs from host host0: common/process.py; make both the same"), line

@@ -11,13 +11,14 @@ from unittest.mock import patch
 import pytest
 import torch
 import torch.nn.functional as F
-from accelerate.state import AcceleratorState, GradientState, PartialState
+from accelerate.state import PartialState
 from conftest import ROOT, write_rows
 from torch.optim.optimizer import register_optimizer_step_post_hook
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import AutoModelForCausalLM, AutoTokenizer, GptOssConfig, MixtralConfig, OlmoeConfig
 
+from common.internals.accelerate_state import forget_state
 from common.parallel import connect, launch
 from common.training import accumulation, linear_cross_entropy
 from common.training.accumulation import RunAccelerator
@@ -169,8 +170,7 @@ def step(recipe, flags, output_dir, device, precision):
         around.callback(torch.__future__.set_swap_module_params_on_conversion, False)
         torch.__future__.set_swap_module_params_on_conversion(True)
         around.callback(register_optimizer_step_post_hook(stop).remove)
-        around.callback(GradientState._reset_state)
-        around.callback(AcceleratorState._reset_state, reset_partial_state=True)
+        around.callback(forget_state)
         with pytest.raises(Stepped):
             module.main()
     return made
