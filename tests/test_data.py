@@ -326,7 +326,7 @@ def test_an_unwritable_cache_is_one_line(tokenizer, tmp_path):
 
 PEAK = """
 import os, resource, sys
-from common.data import encoding_threads, row_texts, text, tokenising_progress
+from common.data import encoding_threads, row_texts, text, reading_progress
 from transformers import PreTrainedTokenizerFast
 
 tokenizer = PreTrainedTokenizerFast.from_pretrained(sys.argv[1])

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 from conftest import TEXTS, source_of
 
-from common.data import encoding_threads, row_texts, tokenising_progress
+from common.data import encoding_threads, reading_progress, row_texts, tokenizer_training
 from common.data import tokenizer as of_tokenizer
 from common.data.source_types import Source
 from common.data.sources import open_source
@@ -23,7 +23,7 @@ MANY += ["", " ", "a <|endoftext|> inside", "ein Satz. " * 2000]
 
 
 def set_large_bytes(monkeypatch, number):
-    for module in (row_texts, of_tokenizer):
+    for module in (row_texts, of_tokenizer, tokenizer_training):
         monkeypatch.setattr(module, "LARGE_BYTES", number)
 
 
@@ -103,6 +103,16 @@ class Stream(io.StringIO):
         self.isatty = lambda: is_terminal
 
 
+@pytest.mark.parametrize(("most", "size"), [(10**9, "46.4k"), (20_000, "20.0k")], ids=["whole", "beginning"])
+def test_training_a_tokenizer_has_progress_too(tmp_path, monkeypatch, large, most, size):
+    """Of a file that is larger than what it reads, up to the end of that."""
+    source, seen = source_of(tmp_path / "a.jsonl", [{"text": text} for text in MANY]), Stream(True)
+    monkeypatch.setattr(tokenizer_training, "TOKENIZER_BYTES", most)
+    monkeypatch.setattr(sys, "stderr", seen)
+    tokenizer_training.train_bpe([(open_source(source), ("text",))], 300, ["<|endoftext|>"])
+    assert re.search(rf"training a tokenizer on .*a.jsonl: +\d+%.*/{size} \[", seen.getvalue()), seen.getvalue()
+
+
 @pytest.mark.parametrize("is_terminal", [True, False])
 def test_progress_has_a_time_left(tokenizer, tmp_path, cache, monkeypatch, large, is_terminal):
     """In a log as lines, and none before LOG_SECONDS."""
@@ -111,7 +121,7 @@ def test_progress_has_a_time_left(tokenizer, tmp_path, cache, monkeypatch, large
     if not is_terminal:
         tokenize(source, tokenizer, 30, None, tmp_path / "other")
         assert not seen.getvalue()
-        monkeypatch.setattr(tokenising_progress, "LOG_SECONDS", 1e-9)
+        monkeypatch.setattr(reading_progress, "LOG_SECONDS", 1e-9)
     tokenize(source, tokenizer, 30, None, cache)
     lines = seen.getvalue().split("\r" if is_terminal else "\n")
     assert ("\r" in seen.getvalue()) == is_terminal

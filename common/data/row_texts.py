@@ -37,7 +37,7 @@ def batches(corpus: Corpus, columns: tuple[str, ...], whole_files: bool = False)
     """Yields rows in batches of bounded text size, so that memory use does not depend on their length or number."""
     rows, batch, size = corpus.rows(columns, whole_files), [], 0
     if not 0 < corpus.num_bytes <= LARGE_BYTES:
-        from common.data.tokenising_progress import with_progress
+        from common.data.reading_progress import with_progress
 
         rows = with_progress(rows, corpus)
     for row in rows:

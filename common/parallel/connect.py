@@ -10,14 +10,11 @@ from accelerate import Accelerator
 from accelerate.utils import set_seed
 from transformers.utils.logging import disable_progress_bar
 
-from common.errors import main_logger
 from common.parallel import liveness
 from common.parallel.distributed_mode import current_mode
 from common.parallel.launch import Launch, mpi_variables, runs_on_cpu, started_world_size
 from common.training.accumulation import RunAccelerator
 from common.training.process_grid import current_grid, set_current_grid
-
-logger = main_logger(__name__)
 
 
 def make_accelerator(launch: Launch, args: argparse.Namespace) -> RunAccelerator:
@@ -90,8 +87,7 @@ def _check_accelerator(launch: Launch, accelerator: Accelerator) -> None:
     if launch.num_machines > 1:
         from common.parallel import parallelism_config
 
-        if across := parallelism_config.across_machines(launch.grid, launch.num_machines):
-            logger.warning(across)
+        parallelism_config.warn_across_machines(launch.grid, launch.num_machines)
 
 
 def seed_everything(seed: int, accelerator: Accelerator | None = None) -> None:

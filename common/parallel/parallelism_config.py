@@ -8,10 +8,12 @@ import os
 from collections.abc import Iterable, Iterator
 from typing import Any
 
+from common.errors import main_logger
 from common.training.optimizer_choice import name_optimizers
 from common.training.optimizers import OPTIMIZERS
 from common.training.process_grid import ProcessGrid
 
+logger = main_logger(__name__)
 SPLITS = {"sp": "processes a sequence", "tp": "processes a layer", "pp": "stages of a pipeline"}
 # Settings of Accelerate's other methods to split a sequence.
 OTHERS = {"sp_backend", "sp_seq_length", "sp_seq_length_is_variable", "sp_attn_implementation"}
@@ -87,15 +89,14 @@ def check_parts(source: str, sizes: dict[str, int], mixed_precision: str, optimi
         yield f"{source} sets fp16, which is not supported here, {why}; use --mixed_precision bf16"
 
 
-def across_machines(grid: ProcessGrid, num_machines: int) -> str | None:
-    """Returns a warning if the ranks of a group, which communicate in every layer, are on different machines."""
+def warn_across_machines(grid: ProcessGrid, num_machines: int) -> None:
+    """Warns if the ranks of a group, which communicate in every layer, are on different machines."""
     on_each = grid.num_processes // num_machines
-    if grid.group_size == 1 or on_each % grid.group_size == 0:
-        return None
-    return (
-        f"groups of {grid.group_size} processes exchange in every layer, and with {on_each} processes per machine some "
-        "across two of them: training may be slow; use a size that divides the processes of a machine"
-    )
+    if grid.group_size > 1 and on_each % grid.group_size:
+        logger.warning(
+            f"groups of {grid.group_size} processes exchange in every layer, and with {on_each} processes per machine "
+            "some across two of them: training may be slow; use a size that divides the processes of a machine"
+        )
 
 
 def hide_from_accelerate(sizes: dict[str, int]) -> None:

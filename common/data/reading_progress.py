@@ -1,6 +1,7 @@
 """Shows the progress of reading a large corpus."""
 
 import io
+import math
 import sys
 from collections.abc import Iterator
 from typing import Any
@@ -12,15 +13,17 @@ from common.data.source_types import Corpus, Row
 LOG_SECONDS = 30.0  # between two lines in a log
 
 
-def with_progress(rows: Iterator[Row], corpus: Corpus) -> Iterator[Row]:
+def with_progress(
+    rows: Iterator[Row], corpus: Corpus, doing: str = "tokenising", limit: float = math.inf
+) -> Iterator[Row]:
     """Yields the rows, and shows the bytes read and, for files of known size, the time left.
 
-    In a terminal it is a bar; a log gets a line every LOG_SECONDS.
+    In a terminal it is a bar; a log gets a line every LOG_SECONDS. limit: bytes after which the caller stops.
     """
-    options: dict[str, Any] = {"total": corpus.num_bytes or None, "unit": "B", "unit_scale": True}
+    options: dict[str, Any] = {"total": min(corpus.num_bytes, limit) or None, "unit": "B", "unit_scale": True}
     if not sys.stderr.isatty():
         options |= {"file": _Lines(), "delay": LOG_SECONDS, "mininterval": LOG_SECONDS, "ncols": 0, "leave": False}
-    with tqdm(desc=f"tokenising {corpus.name}", **options) as bar:
+    with tqdm(desc=f"{doing} {corpus.name}", **options) as bar:
         for row in rows:
             yield row
             bar.update(row.num_bytes or sum(len(str(value)) for value in row.values.values()))
