@@ -260,7 +260,10 @@ def _resolve_auto(args: Arguments) -> None:
 
 def _check_model(run: Run, config: Any, model_class: Any, tokenizer: Any, held_out: Samples | None) -> None:
     """Raises UserError: the launch, --document_mask or --generate does not support model or data; sets both up."""
-    raise_errors(launch_checks.check_model(run.launch_config, config, model_class, run.meta_model))
+    if run.launch_config.mode != "plain":
+        from common.parallel import mode_checks
+
+        raise_errors(mode_checks.check_model(run.launch_config, config, model_class, run.meta_model))
     if run.args.shared("document_mask") or run.args.shared("shape") == "packed":
         from common.models.document_masks import mask_documents
 

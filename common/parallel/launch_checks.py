@@ -5,31 +5,9 @@ one process each, float32 instead of fp16. So a recipe compares the launcher's c
 """
 
 import os
-from collections.abc import Callable
-from typing import Any
-
-import torch
 
 from common.parallel.launch import Launch, mpi_variables, started_world_size
 from common.training.recipe_traits import Arguments, Traits
-
-
-def check_model(launch: Launch, config: Any, model_class: Any, meta_model: Callable[[], torch.nn.Module]) -> list[str]:
-    """Returns one line per reason why the launch does not support the model; called before the model is built.
-
-    model_class: an Auto class. meta_model: builds the model on the meta device. Raises UserError: NVMe is too small.
-    """
-    if launch.mode == "plain":
-        return []
-    from common.parallel import mode_checks
-
-    shared = mode_checks.check_shared_model(config, model_class, meta_model, launch.grid)
-    problems = [*shared, *mode_checks.check_layer_classes(launch, meta_model)]
-    if launch.mode == "DeepSpeed" and not problems:
-        from common.parallel import deepspeed_space
-
-        deepspeed_space.check_space(launch, lambda: [p.numel() for p in meta_model().parameters()])
-    return problems
 
 
 def check_launch(launch: Launch, args: Arguments, traits: Traits) -> list[str]:

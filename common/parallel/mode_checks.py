@@ -80,6 +80,20 @@ def check_fsdp(source: str, settings: dict[str, Any], optimizer: str) -> Iterato
         )
 
 
+def check_model(launch: Launch, config: Any, model_class: Any, meta_model: Callable[[], torch.nn.Module]) -> list[str]:
+    """Returns one line per reason why the launch does not support the model; called before the model is built.
+
+    model_class: an Auto class. meta_model: builds the model on the meta device. Raises UserError: NVMe is too small.
+    """
+    shared = check_shared_model(config, model_class, meta_model, launch.grid)
+    problems = [*shared, *check_layer_classes(launch, meta_model)]
+    if launch.mode == "DeepSpeed" and not problems:
+        from common.parallel import deepspeed_space
+
+        deepspeed_space.check_space(launch, lambda: [p.numel() for p in meta_model().parameters()])
+    return problems
+
+
 def check_shared_model(config: Any, model_class: Any, meta_model: Callable[[], Any], grid: ProcessGrid) -> list[str]:
     """Returns one line per reason why a group of ranks cannot share the model's sequences or layers."""
     if grid.sequence > 1:
