@@ -339,12 +339,24 @@ def test_each_of_two_processes_answers_a_share(files, trained, tmp_path):
     assert results_of(tmp_path / "pairs")["exact/count"] == NUMBER
 
 
-def test_processes_with_a_shard_each_answer_together(files, trained, tmp_path):
+@pytest.mark.parametrize("config", ["fsdp2", "zero3"])
+def test_processes_with_a_shard_each_answer_together(files, trained, tmp_path, config, request):
+    if config == "zero3":
+        request.getfixturevalue("extensions")
     run_specs(
-        "lm", [(flags(files, tmp_path / "run", "--generate", NUMBER), {})], tmp_path, "fsdp2", "--mixed_precision", "no"
+        "lm", [(flags(files, tmp_path / "run", "--generate", NUMBER), {})], tmp_path, config, "--mixed_precision", "no"
     )
     before = texts_in(trained[1] / "run")["before"]
     assert texts_in(tmp_path / "run") == {"before": before, "after": generated(tmp_path / "run/model", files)}
+
+
+def test_answers_are_computed_in_the_precision_of_the_run(files, tmp_path):
+    given = flags(files, tmp_path / "run", "--generate", NUMBER, *ONE_BY_ONE)
+    run_specs("lm", [(given, {})], tmp_path, "cpu", "--mixed_precision", "bf16")
+    with torch.autocast("cpu", torch.bfloat16):
+        expected = {"before": generated(files / "model", files), "after": generated(tmp_path / "run/model", files)}
+    assert texts_in(tmp_path / "run") == expected
+    assert expected != {"before": generated(files / "model", files), "after": generated(tmp_path / "run/model", files)}
 
 
 PROBLEMS = {
