@@ -10,8 +10,7 @@ import numpy as np
 import pytest
 from conftest import TEXTS, source_of
 
-from common.data import encoding_threads, reading_progress, row_texts, tokenizer_training
-from common.data import tokenizer as of_tokenizer
+from common.data import encoding_threads, reading_progress, row_texts, source_types, tokenizer_training
 from common.data.source_types import Source
 from common.data.sources import open_source
 from common.data.text import tokenize
@@ -23,8 +22,7 @@ MANY += ["", " ", "a <|endoftext|> inside", "ein Satz. " * 2000]
 
 
 def set_large_bytes(monkeypatch, number):
-    for module in (row_texts, of_tokenizer, tokenizer_training):
-        monkeypatch.setattr(module, "LARGE_BYTES", number)
+    monkeypatch.setattr(source_types, "LARGE_BYTES", number)
 
 
 @pytest.fixture

@@ -7,7 +7,6 @@ from common.errors import UserError
 
 # Each batch is (rows, texts, token ids); the latter two are lists by column, then row.
 Batches = Iterator[tuple[list[Row], list[list[str]], list[list[list[int]]]]]
-LARGE_BYTES = 4_000_000  # of a corpus whose tokenisation takes a second or more
 BATCH_CHARACTERS = 1 << 18  # per tokenizer call, which temporarily uses about 100 bytes per token
 
 
@@ -36,7 +35,7 @@ def utf8_length(text: str, where: str) -> int:
 def batches(corpus: Corpus, columns: tuple[str, ...], whole_files: bool = False) -> Iterator[list[Row]]:
     """Yields rows in batches of bounded text size, so that memory use does not depend on their length or number."""
     rows, batch, size = corpus.rows(columns, whole_files), [], 0
-    if not 0 < corpus.num_bytes <= LARGE_BYTES:
+    if corpus.may_be_large:
         from common.data.reading_progress import with_progress
 
         rows = with_progress(rows, corpus)

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 FILE_TYPES = (".txt", ".jsonl", ".json", ".parquet", ".csv", ".tsv")
+LARGE_BYTES = 4_000_000  # of a corpus whose tokenisation takes a second or more
 COMPRESSIONS = {".gz": "gzip", ".bz2": "bz2", ".xz": "xz", ".zst": "zstd"}
 
 
@@ -76,6 +77,11 @@ class Corpus:
     classes: dict[str, list[str]] = field(default_factory=dict)
     unused: Counter[str] = field(default_factory=Counter)
     num_bytes: int = 0
+
+    @property
+    def may_be_large(self) -> bool:
+        """Whether tokenisation may take a second or more; also if the size is not known."""
+        return not 0 < self.num_bytes <= LARGE_BYTES
 
 
 def file_type(path: str) -> tuple[str, str | None]:

@@ -10,7 +10,7 @@ from typing import Any
 from transformers import PreTrainedTokenizerBase, PreTrainedTokenizerFast
 
 from common.data.cache import cached
-from common.data.row_texts import LARGE_BYTES, Batches, batches, text_of
+from common.data.row_texts import Batches, batches, text_of
 from common.data.source_types import Corpus, Source
 from common.data.sources import check_columns, choose_columns, open_source
 from common.errors import UserError
@@ -104,7 +104,7 @@ def encode_plain(tokenizer: PreTrainedTokenizerBase, texts: list[str], **options
 def encoded_batches(corpus: Corpus, columns: tuple[str, ...], tokenizer: Any, whole_files: bool = False) -> Batches:
     """Yields the `batches` of a corpus, encoded. Raises UserError: a row has no text in one of the columns."""
     rows = batches(corpus, columns, whole_files)
-    if not 0 < corpus.num_bytes <= LARGE_BYTES:
+    if corpus.may_be_large:
         from common.data.encoding_threads import encode_ahead
 
         special_tokens_around(tokenizer)  # afterwards it neither truncates nor pads, so the threads change no setting

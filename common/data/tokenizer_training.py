@@ -5,7 +5,7 @@ from collections.abc import Iterator
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors, trainers
 from transformers import PreTrainedTokenizerFast
 
-from common.data.row_texts import LARGE_BYTES, text_of, utf8_length
+from common.data.row_texts import text_of, utf8_length
 from common.data.source_types import Corpus
 
 TOKENIZER_BYTES = 200_000_000  # maximum size of the training text
@@ -28,7 +28,7 @@ def train_bpe(
     def pieces() -> Iterator[str]:
         for corpus, columns in sources:
             rows, left = corpus.rows(columns, True), TOKENIZER_BYTES / len(sources)
-            if not 0 < corpus.num_bytes <= LARGE_BYTES:
+            if corpus.may_be_large:
                 from common.data.reading_progress import with_progress
 
                 rows = with_progress(rows, corpus, "training a tokenizer on", left)
