@@ -65,7 +65,7 @@ from pathlib import Path
 import psutil
 import torch
 from throughput_data import DATA, MODELS, ROOT, SEED, data_flags, prepare, settings_of
-from throughput_page import ARMS, WHOLE_RUN, draw, targets_table, write_page
+from throughput_page import ARMS, WHOLE_RUN, draw, headline, targets_table, write_page
 
 from common.report.tracking import versions
 
@@ -276,8 +276,8 @@ def main():
     if not results["runs"]:
         return
     if importlib.util.find_spec("matplotlib"):
-        draw(results, picture)
-        draw(results, picture.with_name(picture.name.replace("throughput", "throughput-lm")), "lm")
+        draw(results, picture, results["rows"])
+        draw(results, picture.with_name(picture.name.replace("throughput", "throughput-lm")), headline(results))
     else:
         print("no picture: matplotlib is not installed; pip install -r benchmarks/requirements.txt")
         picture = None

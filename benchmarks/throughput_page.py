@@ -165,17 +165,19 @@ def write_page(results, path, picture):
     path.write_text("\n".join(lines) + "\n")
 
 
-def draw(results, path, recipe=None):
-    """Two panels, speed and memory growth of each arm over the plain loop's: medians as bars, a group of them a row.
+def headline(results):
+    """The rows of the README's picture: those of lm.py with `medium`, or with any model where none is measured."""
+    rows = [row for row, facts in results["rows"].items() if facts["recipe"] == "lm"]
+    return [row for row in rows if results["rows"][row]["size"] == "medium"] or rows
 
-    recipe: only the rows of this one.
-    """
+
+def draw(results, path, rows):
+    """Two panels, speed and memory growth of each arm over the same round of the plain loop; a group of bars a row."""
     import matplotlib
 
     matplotlib.use("Agg")  # needs no screen
     import matplotlib.pyplot as plt
 
-    rows = [row for row, facts in results["rows"].items() if recipe in (None, facts["recipe"])]
     rows = [row for row in rows if measured_arms(results, row)]
     base = {row: "plain" if "plain" in measured_arms(results, row) else "recipe" for row in rows}
     height = 1.5 + 0.24 * sum(len(measured_arms(results, row)) + 1 for row in rows)
@@ -184,21 +186,20 @@ def draw(results, path, recipe=None):
     for axis, (measure, title) in zip(axes, panels.items(), strict=True):
         place, places = 0, []
         for row in rows:
-            arms, first = measured_arms(results, row), place
-            unit = statistics.median(figures(results, row, base[row], measure).values())
+            arms, first = [arm for arm in ARMS if ratios(results, row, base[row], measure, arm)], place
             for arm in arms:
-                values = [value / unit for value in figures(results, row, arm, measure).values()]
+                values = ratios(results, row, base[row], measure, arm)
                 middle = statistics.median(values)
                 whiskers = [[middle - min(values)], [max(values) - middle]]
                 bar = axis.barh(place, middle, 0.85, xerr=whiskers, capsize=2, color=COLORS[arm])
-                value = middle * unit / (1 if measure == SPEED else 1e6)
-                axis.bar_label(bar, [f"{value:,.0f}"], padding=4, fontsize=7)
+                value = statistics.median(figures(results, row, arm, measure).values())
+                axis.bar_label(bar, [f"{value / (1 if measure == SPEED else 1e6):,.0f}"], padding=4, fontsize=7)
                 place += 1
             places.append((first + place - 1) / 2)
             place += 1
         axis.set_yticks(places, [row.replace(", ", "\n") for row in rows], fontsize=8)
         axis.axvline(1, color="#cccccc", linewidth=0.8, zorder=0)
-        axis.set_xlabel("padded Accelerate loop = 1")
+        axis.set_xlabel("padded Accelerate loop of the same round = 1")
         axis.set_title(title, fontsize=10)
         axis.margins(x=0.12)
         axis.spines[["top", "right"]].set_visible(False)
