@@ -1,8 +1,7 @@
-"""Measures the time of a start: imports, a dry run and a run of one update of each recipe; evaluation; tokenisation.
+"""Measures the time of a start: imports, a dry run and a run of one update of each recipe; and evaluation.
 
     .venv/bin/python benchmarks/start.py --parts imports dry_run update evaluation
     .venv/bin/python benchmarks/start.py --parts dry_run --before ../older     # compared with an older checkout
-    .venv/bin/python benchmarks/start.py --parts tokenising --file 200_mb.jsonl
 
 Values are seconds of full processes with a warm cache: first run it once with --fresh. The arms alternate. Each call
 adds its runs to results/start-cpu.json, or with --fresh starts the file anew; medians are over all runs in the file.
@@ -107,44 +106,14 @@ def evaluation():
     return rates
 
 
-def tokenising(file, arm):
-    """MB a second of a JSON Lines file with a column `text`, by the recipe or by `datasets.map` with two processes."""
-    from common.data.source_types import Source
-    from common.data.text import tokenize
-    from common.data.tokenizer import encode_plain, train_tokenizer
-
-    tokenizer = train_tokenizer(Source(embedded="train"), 8192)
-    with tempfile.TemporaryDirectory() as directory:
-        if arm == "recipe":
-            started = time.perf_counter()
-            tokenize(Source(files=(file,)), tokenizer, 512, cache_dir=directory)
-        else:
-            import datasets
-
-            data = datasets.load_dataset("json", data_files=file, split="train", cache_dir=directory)
-            started = time.perf_counter()  # without the time that it takes to make its own copy of the file
-            data.map(
-                lambda rows: {"input_ids": encode_plain(tokenizer, rows["text"])["input_ids"]},
-                batched=True,
-                num_proc=2,
-                remove_columns=data.column_names,
-            )
-        took = time.perf_counter() - started
-    return {f"{arm}, {os.path.getsize(file) / 1e6:.0f} MB": os.path.getsize(file) / took / 1e6}
-
-
 def main():
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parts = ("imports", "dry_run", "update", "evaluation", "tokenising")
-    parser.add_argument("--parts", nargs="+", choices=parts, default=parts[:-1])
+    parts = ("imports", "dry_run", "update", "evaluation")
+    parser.add_argument("--parts", nargs="+", choices=parts, default=parts)
     parser.add_argument("--rounds", type=int, default=1)
     parser.add_argument("--before", metavar="DIR", help="an older checkout to measure beside this one")
-    parser.add_argument("--file", metavar="FILE", help="JSON Lines to tokenise, with a column `text`")
-    parser.add_argument("--arms", nargs="+", default=["recipe", "datasets.map, 2 processes"], help="of tokenising")
     parser.add_argument("--fresh", action="store_true", help="forget the runs that the file holds")
     args = parser.parse_args()
-    if "tokenising" in args.parts and not args.file:
-        parser.error("--parts tokenising needs --file")
     before = {} if args.fresh or not RESULTS.exists() else json.loads(RESULTS.read_text())
     runs, commands = before.get("runs", []), before.get("commands", [])
     commands.append(shlex.join(["python", "benchmarks/start.py", *sys.argv[1:]]))
@@ -152,8 +121,6 @@ def main():
         for part in args.parts:
             if part == "evaluation":
                 found = evaluation()
-            elif part == "tokenising":
-                found = {name: rate for arm in args.arms for name, rate in tokenising(args.file, arm).items()}
             else:
                 found = {}
                 for name, command, cwd in processes(part, args.before):
@@ -176,7 +143,7 @@ def write(runs, commands):
         "machine": f"{model}, {os.cpu_count()} cores, {platform.system()}, no GPU",
         "versions": versions(),
         "commands": commands,
-        "units": "seconds; tokens a second of evaluation; MB (10^6 bytes) a second of tokenising",
+        "units": "seconds; tokens a second of evaluation",
         "medians": medians,
         "runs": runs,
     }

@@ -4,7 +4,7 @@
     make bench ARGS="--data functions blocks classify seq2seq vision --precisions float32 bf16 --rounds 6"     all rows
     .venv/bin/python benchmarks/throughput.py --sizes medium --arms recipe plain --merge     adds to earlier results
     .venv/bin/python benchmarks/throughput.py --rounds 0 --merge                             draws the page again
-    .venv/bin/python benchmarks/throughput.py --quick --arms recipe plain --output_dir runs/bench      seconds
+    .venv/bin/python benchmarks/throughput.py --quick --arms recipe plain --output_dir runs/bench      about a minute
 
 All arms have in common: the initial weights and the tokenizer; the targets; the samples of every update and their
 order, drawn by the recipe's own rule and written to a file for the peers (with two exceptions, see below); AdamW
@@ -88,7 +88,7 @@ def parse_arguments():
     parser.add_argument("--micro_batch_tokens", type=int, help=about)
     about = "micro-batch of the tuned loop, with padding (default: 1024, the fastest of 1024 to 4096; on a GPU 16384)"
     parser.add_argument("--tuned_tokens", type=int, default=16384 if ON_GPU else 1024, help=about)
-    parser.add_argument("--quick", action="store_true", help="seconds, with toy models: shows that it runs, no more")
+    parser.add_argument("--quick", action="store_true", help="toy models, a minute or two: shows that it runs")
     parser.add_argument("--merge", action="store_true", help="keep what the result file holds, and add to it")
     parser.add_argument("--work_dir", type=Path, help="keep models and data here, and take them from here")
     parser.add_argument("--output_dir", type=Path, default=ROOT / "benchmarks/results")
@@ -100,7 +100,8 @@ def parse_arguments():
     if missing and {"functions", "blocks"} & set(args.data) and args.rounds:
         skipped = [arm for arm in ("sft", "packed") if arm in args.arms]
         args.arms = [arm for arm in args.arms if arm not in skipped]
-        print(f"skipped arms: {' '.join(skipped)}; to run them, pip install {' '.join(missing)}", flush=True)
+        if skipped:
+            print(f"skipped arms: {' '.join(skipped)}; to run them, pip install {' '.join(missing)}", flush=True)
     args.precisions = args.precisions or ["bf16" if ON_GPU else "float32"]
     args.sizes = ["quick"] if args.quick else args.sizes
     return args

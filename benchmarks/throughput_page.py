@@ -136,7 +136,9 @@ def write_page(results, path, picture):
         "A value is the median over the rounds (minimum to maximum); with six rounds, this range contains the true "
         'median in 97 of 100 cases. "recipe / arm" is the ratio within a round: the recipe is better if it is above 1 '
         "in speed and below 1 in memory. All arms of a row compute in the same precision. The updates of the warm-up "
-        "do not count, except with group_by_length and packing, for which the ratio is that of full runs.",
+        "do not count, except with group_by_length and packing, for which the ratio is that of full runs. Calls that "
+        "ended early are listed too; the rounds are those that an arm completed. With one or two of them, a ratio of "
+        "speeds near 1 is no evidence, even where the target says that it holds.",
         "",
         f"![tokens per second and memory growth of each arm]({picture.name})" if picture else "(no picture)",
         "",
