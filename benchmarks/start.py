@@ -143,7 +143,7 @@ def write(runs, commands):
         "machine": f"{model}, {os.cpu_count()} cores, {platform.system()}, no GPU",
         "versions": versions(),
         "commands": commands,
-        "units": "seconds; tokens a second of evaluation",
+        "units": "seconds; tokens per second of evaluation",
         "medians": medians,
         "runs": runs,
     }

@@ -97,11 +97,10 @@ def parse_arguments():
     if "recipe" not in args.arms:
         parser.error("--arms: name recipe too, with which the others are compared")
     missing = [name for name in ("trl", "datasets") if not importlib.util.find_spec(name)]
-    if missing and {"functions", "blocks"} & set(args.data) and args.rounds:
-        skipped = [arm for arm in ("sft", "packed") if arm in args.arms]
+    skipped = [arm for arm in ("sft", "packed") if arm in args.arms and missing]
+    if skipped and {"functions", "blocks"} & set(args.data) and args.rounds:
         args.arms = [arm for arm in args.arms if arm not in skipped]
-        if skipped:
-            print(f"skipped arms: {' '.join(skipped)}; to run them, pip install {' '.join(missing)}", flush=True)
+        print(f"skipped arms: {' '.join(skipped)}; to run them, pip install {' '.join(missing)}", flush=True)
     args.precisions = args.precisions or ["bf16" if ON_GPU else "float32"]
     args.sizes = ["quick"] if args.quick else args.sizes
     return args

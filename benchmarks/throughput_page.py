@@ -182,14 +182,15 @@ def draw(results, path, rows):
 
     rows = [row for row in rows if measured_arms(results, row)]
     base = {row: "plain" if "plain" in measured_arms(results, row) else "recipe" for row in rows}
-    height = 1.5 + 0.24 * sum(len(measured_arms(results, row)) + 1 for row in rows)
+    drawn = {row: [arm for arm in ARMS if ratios(results, row, base[row], SPEED, arm)] for row in rows}
+    height = 1.5 + 0.24 * sum(len(arms) + 1 for arms in drawn.values())
     figure, axes = plt.subplots(1, 2, figsize=(11, height), layout="constrained", sharey=True)
     panels = {SPEED: "speed: tokens per second (more is better)", MEMORY: "memory growth in MB (less is better)"}
     for axis, (measure, title) in zip(axes, panels.items(), strict=True):
         place, places = 0, []
         for row in rows:
-            arms, first = [arm for arm in ARMS if ratios(results, row, base[row], measure, arm)], place
-            for arm in arms:
+            first = place
+            for arm in drawn[row]:
                 values = ratios(results, row, base[row], measure, arm)
                 middle = statistics.median(values)
                 whiskers = [[middle - min(values)], [max(values) - middle]]
@@ -206,7 +207,7 @@ def draw(results, path, rows):
         axis.margins(x=0.12)
         axis.spines[["top", "right"]].set_visible(False)
     axes[0].invert_yaxis()
-    used = [arm for arm in ARMS if any(arm in measured_arms(results, row) for row in rows)]
+    used = [arm for arm in ARMS if any(arm in arms for arms in drawn.values())]
     handles = [plt.Rectangle((0, 0), 1, 1, color=COLORS[arm]) for arm in used]
     legend = {"loc": "outside lower center", "ncols": min(4, len(used)), "frameon": False, "fontsize": 8}
     figure.legend(handles, [ARMS[arm] for arm in used], **legend)
