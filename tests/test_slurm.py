@@ -94,6 +94,7 @@ def start_job(env, script, nodes, recipe, directory, *options, **given):
     """The number of a job that was handed in."""
     # All nodes are this machine, where their names lead nowhere.
     given = {"MAIN_IP": "127.0.0.1", "PYTHON": quick_python(), "LAUNCH_FLAGS": "--mixed_precision no"} | given
+    (directory / "log").unlink(missing_ok=True)  # an earlier job's, which SLURM would append to
     command = ["sbatch", "--parsable", "--nodes", nodes, "--output", directory / "log", *options, script, *recipe]
     env = base_env(**env, TIMEOUT=30) | given
     result = subprocess.run([str(part) for part in command], env=env, cwd=ROOT, capture_output=True, text=True)
