@@ -150,7 +150,7 @@ def test_mistakes_in_rows_are_named(tokenizer, cache, tmp_path):
     for number, (row, problem) in enumerate(
         (
             ({"anchor": "a", "text": "b"}, "no column positive; there are: anchor, text"),
-            ({"anchor": "a", "positive": " "}, "line 1: column positive is an empty text"),
+            ({"anchor": "a", "positive": " "}, r"no row with anchor and positive \(1 have an empty text\)"),
             ({"anchor": "a", "positive": None}, "line 1: column positive is null"),
             ({"anchor": "a", "positive": "b", "negative": [3]}, "line 1: column negative is of type int"),
             ({"anchor": "a", "positive": "b", "score": "high"}, "line 1: column score is 'high', not a finite number"),
@@ -162,6 +162,21 @@ def test_mistakes_in_rows_are_named(tokenizer, cache, tmp_path):
         with pytest.raises(UserError, match=problem) as error:
             tokenize_pairs(source, choose_columns(SimpleNamespace(**names), source), tokenizer, 16, ("", ""), cache)
         assert len(str(error.value).splitlines()) == 1
+
+
+def test_pairs_with_an_empty_text_are_left_out_and_counted(tokenizer, cache, tmp_path):
+    """An empty negative is none. Control: without them, the same texts, and no word of it."""
+    names, whole = Columns("anchor", "positive", ("negative",)), []
+    for number, negative in enumerate(("c", " ", [" ", "c"])):
+        whole.append({"anchor": f"a {number}", "positive": f"b {number}", "negative": negative})
+    empty = [whole[0] | {"anchor": ""}, whole[0] | {"positive": "\n"}]
+    pairs, others = (
+        tokenize_pairs(source_of(tmp_path / f"{name}.jsonl", rows), names, tokenizer, 16, ("q: ", "d: "), cache)
+        for name, rows in {"rows": [empty[0], whole[0], empty[1], *whole[1:]], "whole": whole}.items()
+    )
+    assert len(pairs) == 3 and pairs.fingerprint == others.fingerprint
+    assert pairs.texts_per_pair().tolist() == [3, 2, 3]
+    assert "; 2 pairs with an empty text left out" in pairs.describe() and "left out" not in others.describe()
 
 
 def test_a_docstring_is_parted_from_its_function():

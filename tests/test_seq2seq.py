@@ -333,8 +333,8 @@ def test_bytes_are_tokens_that_are_resumed_saved_and_loaded_by_transformers(file
 
 ROWS = {
     "empty": (
-        [{"source": "a", "target": "b"}, {"source": "c", "target": " "}],
-        "line 2: column target is an empty text",
+        [{"source": "", "target": "b"}, {"source": "c", "target": " "}],
+        r"no row with source and target \(2 have an empty text\)",
     ),
     "null": ([{"source": None, "target": "b"}], "line 1: column source is null, not a string"),
     "columns": ([{"de": "a", "en": "b"}], "no column source, target; there are: de, en; .*--source_column"),
@@ -350,6 +350,20 @@ def test_rows_that_are_no_pairs_are_named_with_their_place(name, tokenizer, tmp_
     with pytest.raises(UserError, match=pattern) as caught:
         tokenize_pairs(Source(files=(str(path),)), ("source", "target"), tokenizer, 64, 24)
     assert f"{name}.jsonl" in str(caught.value) and "\n" not in str(caught.value)
+
+
+def test_pairs_with_an_empty_text_are_left_out_and_counted(tokenizer, tmp_path):
+    """Also where a batch has no other pair. Control: without them, the same pairs, and no word of it."""
+    whole = [{"source": f"a {n}", "target": f"b {n}"} for n in range(3)]
+    empty = [{"source": "c", "target": ""}, {"source": "\n", "target": "d"}]
+    rows = [*empty * 2048, whole[0], *empty, *whole[1:]]
+    pairs, others = (
+        tokenize_pairs(Source(files=(str(path),)), ("source", "target"), tokenizer, 64, 24)
+        for path in (write_jsonl(tmp_path / "rows.jsonl", rows), write_jsonl(tmp_path / "whole.jsonl", whole))
+    )
+    assert len(pairs) == len(others) == 3
+    assert all(np.array_equal(a, b) for n in range(3) for a, b in zip(pairs[n], others[n], strict=True))
+    assert "; 4,098 pairs with an empty text left out" in pairs.describe() and "left out" not in others.describe()
 
 
 @pytest.fixture(scope="module")

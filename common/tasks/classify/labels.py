@@ -19,7 +19,7 @@ import torch
 from transformers import PreTrainedConfig, PreTrainedTokenizerBase
 
 from common.data.column_checks import unused_columns
-from common.data.row_texts import text_of, utf8_length
+from common.data.row_texts import no_row_left, text_of, utf8_length
 from common.data.source_types import Source
 from common.data.sources import check_columns, open_source
 from common.data.tokenizer import no_more_threads
@@ -44,7 +44,9 @@ class Example(NamedTuple):
 def read_examples(
     source: Source, pair_column: str | None, label_column: str
 ) -> tuple[str, list[Example], list[str] | None]:
-    """Returns (name with unused columns, rows, class names) of a source; class names are None without numbers.
+    """Returns (name, rows, class names) of a source; class names are None without numbers.
+
+    The name includes the unused columns, and the number of rows with an empty text, which are left out.
 
     Raises UserError with file and row for a missing column, text or label.
     """
@@ -52,9 +54,9 @@ def read_examples(
     text_columns = (source.text_column, pair_column) if pair_column else (source.text_column,)
     wanted = (*text_columns, label_column)
     check_columns(corpus, wanted, "--text_column, --pair_column, --label_column")
-    examples = []
+    examples, num_empty = [], 0
     for row in corpus.rows(wanted, False):
-        texts = tuple(text_of(row, column, may_be_empty=False) for column in text_columns)
+        texts = tuple(text_of(row, column) for column in text_columns)
         if label_column not in row.values:
             from common.data.column_errors import missing_column
 
@@ -72,9 +74,15 @@ def read_examples(
             )
         if isinstance(label, str):
             utf8_length(label, f"{row.where}: column {label_column}")
-        examples.append(Example(row.where, texts, label))
-    unused = unused_columns(corpus)
-    return corpus.name + (f" ({unused})" if unused else ""), examples, corpus.classes.get(label_column)
+        if all(map(str.strip, texts)):
+            examples.append(Example(row.where, texts, label))
+        else:
+            num_empty += 1
+    empty = f"{num_empty:,} rows with an empty text left out" if num_empty else ""
+    if not examples:
+        raise no_row_left(corpus, text_columns, {"have an empty text": num_empty})
+    notes = "; ".join(filter(None, (empty, unused_columns(corpus))))
+    return corpus.name + (f" ({notes})" if notes else ""), examples, corpus.classes.get(label_column)
 
 
 def _by_number(name: str) -> tuple[bool, float, str]:

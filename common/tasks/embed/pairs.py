@@ -23,7 +23,7 @@ from transformers import PreTrainedTokenizerBase
 from common.data.cache import cached
 from common.data.column_checks import unused_columns
 from common.data.python_functions import derived_corpus, find_docstring, first_line
-from common.data.row_texts import batches, text_of
+from common.data.row_texts import batches, no_row_left, text_of, without_empty
 from common.data.source_types import Corpus, Row, Source
 from common.data.sources import check_columns, open_source
 from common.data.token_store import TokenStore, TokenWriter
@@ -45,7 +45,7 @@ KNOWN = (
     ("question", "answer"),
     *itertools.product(ANCHORS, POSITIVES),
 )
-FORMAT = 2  # increase this when the meaning of a cached file changes
+FORMAT = 3  # increase this when the meaning of a cached file changes
 FLAGS = "--anchor_column, --positive_column, --negative_columns, --score_column"
 
 
@@ -104,12 +104,13 @@ def tokenize_pairs(
     """Tokenises the rows of a source once into the cache and opens the result.
 
     In the embedded corpus, the anchor is the first line of a function's docstring, and the positive is its body.
+    A pair with an empty anchor or positive is left out, and an empty negative is none.
 
     Args:
         length: maximum number of tokens of a text, including special tokens; longer texts are truncated.
         prompts: texts before each anchor, and before each positive and negative.
 
-    Raises UserError with file and location if something cannot be read, or a text is empty.
+    Raises UserError with file and location if something cannot be read or is no text.
     """
     corpus = open_source(source)
     if source.embedded:
@@ -142,14 +143,14 @@ def _negatives_of(row: Row, columns: tuple[str, ...]) -> list[str]:
     texts = []
     for column in columns:
         value = row.values.get(column)
-        for item in value if isinstance(value, list) else [] if value in (None, "") else [value]:
-            texts.append(text_of(row._replace(values={column: item}), column, may_be_empty=False))
-    return texts
+        for item in value if isinstance(value, list) else [] if value is None else [value]:
+            texts.append(text_of(row._replace(values={column: item}), column))
+    return [text for text in texts if text.strip()]
 
 
 def _texts_of(row: Row, columns: Columns, prompts: tuple[str, str]) -> list[str]:
     """Returns anchor, positive and negatives of a row, with their prompts."""
-    anchor, positive = (text_of(row, column, may_be_empty=False) for column in columns[:2])
+    anchor, positive = (text_of(row, column) for column in columns[:2])
     return [prompts[0] + anchor, *(prompts[1] + text for text in (positive, *_negatives_of(row, columns.negatives)))]
 
 
@@ -174,11 +175,12 @@ def _write_pairs(
     on_too_long: str | None,
 ) -> None:
     """Fills a store with the texts of each pair, and columns: hash of each text, end and score of each pair."""
-    counts = Counter(dict.fromkeys(("pairs", "negatives", "truncated", "too_long", "max_length"), 0))
+    counts = Counter(dict.fromkeys(("pairs", "negatives", "truncated", "too_long", "empty", "max_length"), 0))
     seen: dict[str, set] = {"anchors": set(), "positives": set(), "scores": set()}
     with TokenWriter(directory, hashes=[], ends=[0], scores=[]) as writer:
         for batch in batches(corpus, columns.names):
-            groups = [_texts_of(row, columns, prompts) for row in batch]
+            rows = without_empty(batch, columns[:2], counts)
+            groups = [_texts_of(row, columns, prompts) for row in rows]
             limit = {"truncation": True, "max_length": length, "return_token_type_ids": False}
             every = list(itertools.chain(*groups))
             encoded = tokenizer(every, return_attention_mask=False, **limit)
@@ -186,7 +188,7 @@ def _write_pairs(
             # Some tokenizers return no token for a text of unknown characters.
             tokens = (np.array(ids or [tokenizer.pad_token_id], np.int32) for ids in encoded["input_ids"])
             start = 0  # number of the row's first text
-            for row, group in zip(batch, groups, strict=True):
+            for row, group in zip(rows, groups, strict=True):
                 texts, numbers = list(itertools.islice(tokens, len(group))), range(start, start + len(group))
                 start, full = numbers.stop, [truncated[number] for number in numbers if number in truncated]
                 if full and is_left_out(on_too_long, row.where, "a text", max(full), "sequence_length", length):
@@ -208,8 +210,8 @@ def _write_pairs(
                     if len(values) < 2:  # two are enough to know that they differ
                         values.add(item)
         if not counts["pairs"]:
-            left_out = f"; {counts['too_long']:,} of more than {length} tokens are left out" * bool(counts["too_long"])
-            raise UserError(f"{corpus.name}: contains no pair of {columns.anchor} and {columns.positive}{left_out}")
+            reasons = {f"have more than {length} tokens": counts["too_long"], "have an empty text": counts["empty"]}
+            raise no_row_left(corpus, columns[:2], reasons)
         differ = {name: len(values) > 1 for name, values in seen.items()}
         facts = {"columns": columns.names, "scored": columns.score is not None, "length": length, "differ": differ}
         writer.finish(counts, name=corpus.name, **facts, unused=unused_columns(corpus))
@@ -306,6 +308,7 @@ class Pairs:
         line += f", texts of {meta['tokens'] / number:,.0f} tokens on average, at most {self.max_length}"
         line += f"; {meta['truncated']:,} truncated at {meta['length']}" if meta["truncated"] else ""
         line += f"; {meta['too_long']:,} pairs with longer texts left out" if meta["too_long"] else ""
+        line += f"; {meta['empty']:,} pairs with an empty text left out" if meta["empty"] else ""
         return line + (f"\n{'':12}{meta['unused']}" if meta["unused"] else "")
 
 

@@ -16,13 +16,12 @@ from transformers import PreTrainedTokenizerBase
 from common.data.cache import cached
 from common.data.column_checks import unused_columns
 from common.data.python_functions import derived_corpus, find_docstring, first_line
-from common.data.row_texts import batches, text_of
+from common.data.row_texts import batches, no_row_left, text_of, without_empty
 from common.data.source_types import Corpus, Source
 from common.data.sources import check_columns, open_source
 from common.data.token_store import TokenStore, TokenWriter
 from common.data.tokenizer import no_more_threads, tokenizer_identity
 from common.data.too_long import is_left_out
-from common.errors import UserError
 from common.training.token_rows import pad_rows
 
 if TYPE_CHECKING:
@@ -30,6 +29,7 @@ if TYPE_CHECKING:
 
 NAMES = ("source", "target")
 FLAGS = ("sequence_length", "target_length")  # that limit their tokens
+FORMAT = 2  # increase this when the meaning of a cached file changes
 
 
 def tokenize_pairs(
@@ -43,14 +43,14 @@ def tokenize_pairs(
     """Tokenises the rows of a source once into the cache and opens the result.
 
     The tokenizer adds its special tokens. If it adds no eos token to a target, eos is appended, because otherwise the
-    model would never stop.
+    model would never stop. A pair with an empty source or target is left out.
 
     Args:
         columns: the columns of source and target. In the embedded corpus, the source is a function without its
             docstring, and the target is the first line of the docstring.
         source_length, target_length: maximum number of tokens, including special tokens; longer texts are truncated.
 
-    Raises UserError with file and location if something cannot be read, or a source or target is empty.
+    Raises UserError with file and location if something cannot be read or is no text.
     """
     if source.parts:
         from common.data.mixed import Mixed
@@ -64,7 +64,7 @@ def tokenize_pairs(
     lengths = (source_length, target_length)
     directory = cached(
         "pairs",
-        [corpus.identity, columns, tokenizer_identity(tokenizer), lengths, source.on_too_long],
+        [FORMAT, corpus.identity, columns, tokenizer_identity(tokenizer), lengths, source.on_too_long],
         lambda partial: _write_pairs(partial, corpus, columns, tokenizer, lengths, source.on_too_long),
         cache_dir,
     )
@@ -117,14 +117,16 @@ def _write_pairs(
     on_too_long: str | None,
 ) -> None:
     """Fills a store with rows of (source, target)."""
-    counts = Counter(dict.fromkeys(("pairs", "max_length", "too_long"), 0))
+    counts = Counter(dict.fromkeys(("pairs", "max_length", "too_long", "empty"), 0))
     with TokenWriter(directory) as writer:
         for batch in batches(corpus, columns):
-            texts = [[text_of(row, column, may_be_empty=False) for row in batch] for column in columns]
+            rows = without_empty(batch, columns, counts)
+            texts = [[text_of(row, column) for row in rows] for column in columns]
             both = [_encode(tokenizer, texts[n], lengths[n], name == "target") for n, name in enumerate(NAMES)]
-            for number, (row, *pair) in enumerate(zip(batch, *(ids for ids, _ in both), strict=True)):
-                if not pair[0]:
-                    raise UserError(f"{row.where}: column {columns[0]} yields no token; fix or remove the row")
+            for number, (row, *pair) in enumerate(zip(rows, *(ids for ids, _ in both), strict=True)):
+                if not pair[0]:  # only characters that the tokenizer drops
+                    counts["empty"] += 1
+                    continue
                 # By position in the pair: the number of tokens of a text that is too long.
                 too_long = {n: full[number] for n, (_, full) in enumerate(both) if number in full}
                 limits = [(columns[n], full, FLAGS[n], lengths[n]) for n, full in too_long.items()]
@@ -138,8 +140,8 @@ def _write_pairs(
                     counts[f"{name}s_cut"] += n in too_long
                     counts[f"{name}s"] += len(pair[n])
         if not counts["pairs"]:
-            left_out = f" ({counts['too_long']:,} are too long)" if counts["too_long"] else ""
-            raise UserError(f"{corpus.name}: contains no pair of {' and '.join(columns)}{left_out}; use different data")
+            reasons = {"have too many tokens": counts["too_long"], "have an empty text": counts["empty"]}
+            raise no_row_left(corpus, columns, reasons)
         unused = unused_columns(corpus)
         writer.finish(counts, name=corpus.name, columns=columns, lengths=lengths, unused=unused)
 
@@ -186,6 +188,7 @@ class Pairs(TokenStore):
             if meta[f"{name}s_cut"]:
                 line += f"; {meta[f'{name}s_cut']:,} {name}s truncated at {length}"
         line += f"; {meta['too_long']:,} pairs of more tokens left out" if meta["too_long"] else ""
+        line += f"; {meta['empty']:,} pairs with an empty text left out" if meta["empty"] else ""
         return line + (f"\n{'':12}{meta['unused']}" if meta["unused"] else "")
 
 
