@@ -1,6 +1,5 @@
 """Reads the texts of rows in batches, and checks that they are texts."""
 
-from collections import Counter
 from collections.abc import Iterator
 
 from common.data.source_types import Corpus, Row
@@ -20,19 +19,6 @@ def text_of(row: Row, column: str) -> str:
         raise UserError(no_text(row, column))
     utf8_length(text, row.where)
     return text
-
-
-def without_empty(batch: list[Row], columns: tuple[str, ...], counts: Counter) -> list[Row]:
-    """Returns the rows with a text in all of these columns, and counts the others as `empty`."""
-    rows = [row for row in batch if all([text_of(row, column).strip() for column in columns])]
-    counts["empty"] += len(batch) - len(rows)
-    return rows
-
-
-def no_row_left(corpus: Corpus, columns: tuple[str, ...], reasons: dict[str, int]) -> UserError:
-    """Returns the error for data without a usable row. reasons: what is wrong with rows, and the number of them."""
-    left_out = ", ".join(f"{number:,} {why}" for why, number in reasons.items() if number) or "no rows"
-    return UserError(f"{corpus.name}: no row with {' and '.join(columns)} ({left_out}); use different data")
 
 
 def utf8_length(text: str, where: str) -> int:

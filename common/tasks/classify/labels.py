@@ -19,7 +19,7 @@ import torch
 from transformers import PreTrainedConfig, PreTrainedTokenizerBase
 
 from common.data.column_checks import unused_columns
-from common.data.row_texts import no_row_left, text_of, utf8_length
+from common.data.row_texts import text_of, utf8_length
 from common.data.source_types import Source
 from common.data.sources import check_columns, open_source
 from common.data.tokenizer import no_more_threads
@@ -80,6 +80,8 @@ def read_examples(
             num_empty += 1
     empty = f"{num_empty:,} rows with an empty text left out" if num_empty else ""
     if not examples:
+        from common.data.empty_rows import no_row_left
+
         raise no_row_left(corpus, text_columns, {"have an empty text": num_empty})
     notes = "; ".join(filter(None, (empty, unused_columns(corpus))))
     return corpus.name + (f" ({notes})" if notes else ""), examples, corpus.classes.get(label_column)

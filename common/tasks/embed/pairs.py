@@ -22,8 +22,9 @@ from transformers import PreTrainedTokenizerBase
 
 from common.data.cache import cached
 from common.data.column_checks import unused_columns
+from common.data.empty_rows import no_row_left, text_batches
 from common.data.python_functions import derived_corpus, find_docstring, first_line
-from common.data.row_texts import batches, no_row_left, text_of, without_empty
+from common.data.row_texts import text_of
 from common.data.source_types import Corpus, Row, Source
 from common.data.sources import check_columns, open_source
 from common.data.token_store import TokenStore, TokenWriter
@@ -178,8 +179,7 @@ def _write_pairs(
     counts = Counter(dict.fromkeys(("pairs", "negatives", "truncated", "too_long", "empty", "max_length"), 0))
     seen: dict[str, set] = {"anchors": set(), "positives": set(), "scores": set()}
     with TokenWriter(directory, hashes=[], ends=[0], scores=[]) as writer:
-        for batch in batches(corpus, columns.names):
-            rows = without_empty(batch, columns[:2], counts)
+        for rows in text_batches(corpus, columns.names, columns[:2], counts):
             groups = [_texts_of(row, columns, prompts) for row in rows]
             limit = {"truncation": True, "max_length": length, "return_token_type_ids": False}
             every = list(itertools.chain(*groups))

@@ -15,8 +15,9 @@ from transformers import PreTrainedTokenizerBase
 
 from common.data.cache import cached
 from common.data.column_checks import unused_columns
+from common.data.empty_rows import no_row_left, text_batches
 from common.data.python_functions import derived_corpus, find_docstring, first_line
-from common.data.row_texts import batches, no_row_left, text_of, without_empty
+from common.data.row_texts import text_of
 from common.data.source_types import Corpus, Source
 from common.data.sources import check_columns, open_source
 from common.data.token_store import TokenStore, TokenWriter
@@ -119,8 +120,7 @@ def _write_pairs(
     """Fills a store with rows of (source, target)."""
     counts = Counter(dict.fromkeys(("pairs", "max_length", "too_long", "empty"), 0))
     with TokenWriter(directory) as writer:
-        for batch in batches(corpus, columns):
-            rows = without_empty(batch, columns, counts)
+        for rows in text_batches(corpus, columns, columns, counts):
             texts = [[text_of(row, column) for row in rows] for column in columns]
             both = [_encode(tokenizer, texts[n], lengths[n], name == "target") for n, name in enumerate(NAMES)]
             for number, (row, *pair) in enumerate(zip(rows, *(ids for ids, _ in both), strict=True)):
