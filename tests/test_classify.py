@@ -27,7 +27,6 @@ from conftest import (
     run_in_float64,
     run_recipe_alone,
     stdlib_functions,
-    write_jsonl,
 )
 from safetensors.torch import load_file
 from sklearn.feature_extraction.text import TfidfVectorizer
@@ -432,14 +431,6 @@ MISTAKES = {
     ),
     "blank": ('{"text": "  ", "label": "y"}\n', [r"no row with text \(1 have an empty text\); use different data"]),
 }
-
-
-def test_rows_with_an_empty_text_are_left_out_and_counted(tmp_path):
-    rows = [{"text": text, "second": second, "label": "x", "id": 1} for text in ("a", "", "b") for second in ("c", " ")]
-    source = Source(files=(str(write_jsonl(tmp_path / "rows.jsonl", rows)),))
-    name, examples, _ = labels.read_examples(source, "second", "label")
-    assert name.endswith("rows.jsonl (4 rows with an empty text left out; columns not used: id)")
-    assert [example.texts for example in examples] == [("a", "c"), ("b", "c")]
 
 
 @pytest.mark.parametrize("name", MISTAKES)

@@ -383,6 +383,13 @@ def test_columns_that_nothing_uses_are_named(tokenizer, tmp_path, file):
     assert read_examples(source, None, "label")[0].endswith(f"labels.jsonl (columns not used: {told})")
 
 
+def test_texts_to_classify_that_are_empty_are_left_out_and_counted(tmp_path):
+    rows = [{"text": text, "second": second, "label": "x", "id": 1} for text in ("a", "", "b") for second in ("c", " ")]
+    name, examples, _ = read_examples(source_of(tmp_path / "rows.jsonl", rows), "second", "label")
+    assert name.endswith("rows.jsonl (4 rows with an empty text left out; columns not used: id)")
+    assert [example.texts for example in examples] == [("a", "c"), ("b", "c")]
+
+
 @pytest.mark.parametrize("recipe", ["lm", "classify"])
 def test_the_first_block_names_them(recipe, tmp_path):
     rows = [{"text": f"hello {n}", "label": "ab"[n % 2], "sample_weight": 2} for n in range(8)]

@@ -9,14 +9,15 @@ from common.errors import UserError
 
 
 def text_batches(
-    corpus: Corpus, columns: tuple[str, ...], texts: tuple[str, ...], counts: Counter
-) -> Iterator[list[Row]]:
-    """Yields `batches`, without the rows of which one of the columns `texts` is empty: `counts["empty"]`."""
+    corpus: Corpus, columns: tuple[str, ...], text_columns: tuple[str, ...], counts: Counter
+) -> Iterator[list[tuple[Row, list[str]]]]:
+    """Yields `batches` of (row, its texts); rows with an empty text are left out and counted as `empty`."""
     for batch in batches(corpus, columns):
-        rows = [row for row in batch if all([text_of(row, column).strip() for column in texts])]
-        counts["empty"] += len(batch) - len(rows)
-        if rows:
-            yield rows
+        rows = [(row, [text_of(row, column) for column in text_columns]) for row in batch]
+        filled = [(row, texts) for row, texts in rows if all(map(str.strip, texts))]
+        counts["empty"] += len(batch) - len(filled)
+        if filled:
+            yield filled
 
 
 def no_row_left(corpus: Corpus, columns: tuple[str, ...], reasons: dict[str, int]) -> UserError:

@@ -78,11 +78,11 @@ def read_examples(
             examples.append(Example(row.where, texts, label))
         else:
             num_empty += 1
-    empty = f"{num_empty:,} rows with an empty text left out" if num_empty else ""
     if not examples:
         from common.data.empty_rows import no_row_left
 
         raise no_row_left(corpus, text_columns, {"have an empty text": num_empty})
+    empty = f"{num_empty:,} rows with an empty text left out" if num_empty else ""
     notes = "; ".join(filter(None, (empty, unused_columns(corpus))))
     return corpus.name + (f" ({notes})" if notes else ""), examples, corpus.classes.get(label_column)
 

@@ -149,12 +149,6 @@ def _negatives_of(row: Row, columns: tuple[str, ...]) -> list[str]:
     return [text for text in texts if text.strip()]
 
 
-def _texts_of(row: Row, columns: Columns, prompts: tuple[str, str]) -> list[str]:
-    """Returns anchor, positive and negatives of a row, with their prompts."""
-    anchor, positive = (text_of(row, column) for column in columns[:2])
-    return [prompts[0] + anchor, *(prompts[1] + text for text in (positive, *_negatives_of(row, columns.negatives)))]
-
-
 def _score_of(row: Row, column: str) -> float:
     value = row.values.get(column)
     try:
@@ -179,8 +173,11 @@ def _write_pairs(
     counts = Counter(dict.fromkeys(("pairs", "negatives", "truncated", "too_long", "empty", "max_length"), 0))
     seen: dict[str, set] = {"anchors": set(), "positives": set(), "scores": set()}
     with TokenWriter(directory, hashes=[], ends=[0], scores=[]) as writer:
-        for rows in text_batches(corpus, columns.names, columns[:2], counts):
-            groups = [_texts_of(row, columns, prompts) for row in rows]
+        for batch in text_batches(corpus, columns.names, columns[:2], counts):
+            groups = []
+            for row, (anchor, *others) in batch:  # others: the positive, then the negatives
+                others += _negatives_of(row, columns.negatives)
+                groups.append([prompts[0] + anchor, *(prompts[1] + text for text in others)])
             limit = {"truncation": True, "max_length": length, "return_token_type_ids": False}
             every = list(itertools.chain(*groups))
             encoded = tokenizer(every, return_attention_mask=False, **limit)
@@ -188,7 +185,7 @@ def _write_pairs(
             # Some tokenizers return no token for a text of unknown characters.
             tokens = (np.array(ids or [tokenizer.pad_token_id], np.int32) for ids in encoded["input_ids"])
             start = 0  # number of the row's first text
-            for row, group in zip(rows, groups, strict=True):
+            for (row, _), group in zip(batch, groups, strict=True):
                 texts, numbers = list(itertools.islice(tokens, len(group))), range(start, start + len(group))
                 start, full = numbers.stop, [truncated[number] for number in numbers if number in truncated]
                 if full and is_left_out(on_too_long, row.where, "a text", max(full), "sequence_length", length):

@@ -17,7 +17,6 @@ from common.data.cache import cached
 from common.data.column_checks import unused_columns
 from common.data.empty_rows import no_row_left, text_batches
 from common.data.python_functions import derived_corpus, find_docstring, first_line
-from common.data.row_texts import text_of
 from common.data.source_types import Corpus, Source
 from common.data.sources import check_columns, open_source
 from common.data.token_store import TokenStore, TokenWriter
@@ -120,10 +119,10 @@ def _write_pairs(
     """Fills a store with rows of (source, target)."""
     counts = Counter(dict.fromkeys(("pairs", "max_length", "too_long", "empty"), 0))
     with TokenWriter(directory) as writer:
-        for rows in text_batches(corpus, columns, columns, counts):
-            texts = [[text_of(row, column) for row in rows] for column in columns]
+        for batch in text_batches(corpus, columns, columns, counts):
+            texts = [[texts[n] for _, texts in batch] for n in range(2)]
             both = [_encode(tokenizer, texts[n], lengths[n], name == "target") for n, name in enumerate(NAMES)]
-            for number, (row, *pair) in enumerate(zip(rows, *(ids for ids, _ in both), strict=True)):
+            for number, ((row, _), *pair) in enumerate(zip(batch, *(ids for ids, _ in both), strict=True)):
                 if not pair[0]:  # only characters that the tokenizer drops
                     counts["empty"] += 1
                     continue
