@@ -1,6 +1,7 @@
 """Commands that run at the same time, their ranks and their updates."""
 
 import contextlib
+import itertools
 import os
 import re
 import shutil
@@ -112,9 +113,17 @@ def wait_for_updates(output_dir, number):
     wait_until(lambda: num_updates(output_dir) >= number)
 
 
+# Below the ports that a system gives to connections, where one could take a port before its server starts. Each test
+# process has a thousand of its own; a system asked for a free port twice may give the same one.
+WORKER = int(os.environ.get("PYTEST_XDIST_WORKER", "gw0").removeprefix("gw"))
+PORTS = itertools.cycle(range(10_000 + WORKER % 18 * 1_000, 11_000 + WORKER % 18 * 1_000))
+
+
 def free_port():
-    with socket.create_server(("", 0)) as server:
-        return server.getsockname()[1]
+    """A port where no server listens; the same one only after a thousand others."""
+    for port in PORTS:
+        with contextlib.suppress(OSError), socket.create_server(("", port)):
+            return port
 
 
 def give_up(message):

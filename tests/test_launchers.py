@@ -117,6 +117,11 @@ def test_two_nodes_train_and_a_second_start_resumes(nodes, starts, functions_fil
         assert len(read_metrics(out)) == 2
 
 
+def test_services_that_start_together_get_different_ports():
+    """A job fails if two of its services have one. Control: of 500 ports that the system chooses, some are equal."""
+    assert len({free_port() for _ in range(500)}) == 500
+
+
 def test_both_clouds_resume_alike():
     """A new run, a resumed run and a run that ended before its first checkpoint: by --resume auto, without own code."""
     for nodes in (on_kubernetes, on_skypilot):

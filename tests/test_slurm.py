@@ -74,7 +74,8 @@ PartitionName=all Nodes=n1,n2,n3 Default=YES State=UP
         deadline = time.monotonic() + 30
         while True:
             states = subprocess.run(["sinfo", "-h", "-o", "%D %t"], env=env, capture_output=True, text=True)
-            if states.stdout.strip() == "3 idle":
+            # Counted too: without one of the daemons, a node whose port is another's also looks idle.
+            if states.stdout.strip() == "3 idle" and all(service.poll() is None for service in running):
                 break
             logs = [(directory / f"service-{number}").read_text()[-2000:] for number in range(len(services))]
             assert time.monotonic() < deadline, [states, *logs]
