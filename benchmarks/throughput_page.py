@@ -26,7 +26,7 @@ LEAST_SPEED = {  # the recipe over the fastest of these peers, by data and preci
 }
 MOST_MEMORY = (("plain", "trainer"), 0.35)  # the recipe over the thriftiest of these; for a language model
 # Why a row is missed, and what was tried: written by hand, and put below the table of targets.
-NOTES = Path(__file__).with_name("throughput_notes.md")
+NOTES = Path(__file__).resolve().with_name("throughput_notes.md")
 
 
 def figures(results, row, arm, measure):
@@ -146,7 +146,7 @@ def write_page(results, path, picture):
         "",
         *targets_table(results),
     ]
-    if path.stem.endswith("-cpu") and not results["quick"]:  # of these rows
+    if path.resolve() == NOTES.parent / "results/throughput-cpu.md":  # what they explain
         lines += ["", NOTES.read_text().strip()]
     for row, facts in results["rows"].items():
         if measured_arms(results, row):

@@ -82,6 +82,23 @@ def test_lines_come_after_ten_seconds_and_a_hundredth_of_the_run(clock, capsys):
     assert lines_of(clock, capsys, 1_000_000, 1.0, first=998_500) == [998_501, 999_101, 999_701, 1_000_000]  # silence
 
 
+@pytest.mark.parametrize(
+    ("first", "others", "printed"),
+    [(10.0, 2.0, [1, 2]), (10.0, 6.0, [1]), (9.0, 2.0, [1])],  # seconds; the others are controls
+)
+def test_after_a_slow_first_update_the_second_is_printed(first, others, printed, clock, capsys):
+    """The estimate of the first, which also compiled, is far too long."""
+    lines = progress.LogLines(0, 1000)
+    for done in (1, 2, 3):
+        seconds = first if done == 1 else others
+        clock[0] += seconds
+        lines.update(done, 10, "tokens", record(seconds))
+    shown = capsys.readouterr().err.splitlines()
+    assert [int(line.split()[1]) for line in shown] == printed
+    if printed == [1, 2]:
+        assert shown[0].endswith(" 2:46:30 left") and shown[1].endswith(" 33:16 left")
+
+
 def test_a_run_that_ends_early_prints_its_last_update(clock, capsys):
     """As one that is stopped; the time left is that of the updates so far."""
     lines = progress.LogLines(0, 100)

@@ -27,14 +27,15 @@ class LogLines:
     """Progress as lines of text on stderr, for a log file or a pipe.
 
     Prints the first and the last update. Between them, it prints a line after at least `SECONDS` seconds and 1 % of the
-    run, or after `SILENCE` seconds.
+    run, or after `SILENCE` seconds. If the first update took `SECONDS` or more, and more than twice as long as the
+    second, because it compiled for example, it also prints the second, whose estimate of the time left is better.
     """
 
     SECONDS, SILENCE = 10.0, 600.0
 
     def __init__(self, num_done: int, num_updates: int):
         self.total, self.printed, self.line = num_updates, num_done, ""
-        self.num_tokens = self.seconds = self.printed_at = self.began = 0.0
+        self.num_tokens = self.seconds = self.printed_at = self.began = self.first_seconds = 0.0
         self.first: int | None = None  # first update of this start, completed at `began`
 
     def update(self, done: int, num_tokens: float, unit: str, record: dict[str, Any], epoch: str = "") -> None:
@@ -44,7 +45,7 @@ class LogLines:
         """
         now, is_first = time.perf_counter(), self.first is None
         if self.first is None:
-            self.first, self.began = done, now
+            self.first, self.began, self.first_seconds = done, now, record["seconds"]
         self.num_tokens, self.seconds = self.num_tokens + num_tokens, self.seconds + record["seconds"]
         pace = record["seconds"] if is_first else (now - self.began) / (done - self.first)
         rate = f"learning rate {record['learning_rate']:.3g}, " if "learning_rate" in record else ""
@@ -57,7 +58,8 @@ class LogLines:
         )
         waited = now - self.printed_at
         is_far = 100 * (done - self.printed) >= self.total or waited >= self.SILENCE
-        if is_first or done == self.total or (waited >= self.SECONDS and is_far):
+        was_slow = done == self.first + 1 and self.first_seconds >= max(self.SECONDS, 2 * record["seconds"])
+        if is_first or was_slow or done == self.total or (waited >= self.SECONDS and is_far):
             self.printed, self.printed_at = done, now
             self.close()
 
