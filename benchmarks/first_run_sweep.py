@@ -32,7 +32,10 @@ ARMS = {  # config and flags of each
     "make train": ("cpu_bf16", "--optimizer muon --num_updates 950"),
     "make train, float32": ("cpu", "--optimizer muon --num_updates 950"),
     "float32, 500": ("cpu", "--optimizer muon --num_updates 500"),
-    "float32, 500, micro-batches of 2,048 tokens": ("cpu", "--optimizer muon --num_updates 500 --micro_batch_tokens 2048"),
+    "float32, 500, micro-batches of 2,048": (
+        "cpu",
+        "--optimizer muon --num_updates 500 --micro_batch_tokens 2048",
+    ),
     "float32, 500, rate 12e-3": ("cpu", "--optimizer muon --num_updates 500 --learning_rate 12e-3"),
     "float32, 1000, batches of 4": ("cpu", "--optimizer muon --num_updates 1000 --global_batch_size 4"),
     "float32, 600, rate 9e-3, linear": (
