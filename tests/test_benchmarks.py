@@ -72,8 +72,10 @@ def test_page_holds_the_measured_figures(results):
     assert cells(page, ["tuned Accelerate loop"])[1].startswith(f"{speed['recipe'][1] / tuned:,.2f} (")
     assert data.with_suffix(".png").exists() == bool(importlib.util.find_spec("matplotlib"))
     # The reasons for missed targets are those of the published figures, not of another machine's.
+    own = data.with_name("own-cpu.md")
+    throughput_page.write_page({**measured, "quick": False}, own, None)
     published = (ROOT / "benchmarks/results/throughput-cpu.md").read_text()
-    assert "Why targets are missed" in published and "Why targets are missed" not in page
+    assert "Why targets are missed" in published and "Why targets are missed" not in own.read_text()
 
 
 def test_a_target_is_held_by_the_median_against_the_nearest_peer(results):

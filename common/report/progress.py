@@ -27,7 +27,7 @@ class LogLines:
     """Progress as lines of text on stderr, for a log file or a pipe.
 
     Prints the first and the last update. Between them, it prints a line after at least `SECONDS` seconds and 1 % of the
-    run, or after `SILENCE` seconds. If the first update took `SECONDS` or more, and more than twice as long as the
+    run, or after `SILENCE` seconds. If the first update took `SECONDS` or more, and at least twice as long as the
     second, because it compiled for example, it also prints the second, whose estimate of the time left is better.
     """
 
@@ -58,8 +58,8 @@ class LogLines:
         )
         waited = now - self.printed_at
         is_far = 100 * (done - self.printed) >= self.total or waited >= self.SILENCE
-        was_slow = done == self.first + 1 and self.first_seconds >= max(self.SECONDS, 2 * record["seconds"])
-        if is_first or was_slow or done == self.total or (waited >= self.SECONDS and is_far):
+        first_was_slow = done == self.first + 1 and self.first_seconds >= max(self.SECONDS, 2 * record["seconds"])
+        if is_first or first_was_slow or done == self.total or (waited >= self.SECONDS and is_far):
             self.printed, self.printed_at = done, now
             self.close()
 
