@@ -17,7 +17,8 @@ import time
 from importlib.metadata import version
 from pathlib import Path
 
-from throughput import ON_GPU, begin, describe_machine, describe_row, device_name, num_threads, run_arm, this_command
+from machine import describe_machine, device_name
+from throughput import ON_GPU, begin, describe_row, num_threads, run_arm, this_command
 from throughput_data import ROOT, prepare, settings_of
 
 from common.report.tracking import versions

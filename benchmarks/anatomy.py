@@ -22,7 +22,6 @@ Writes results/anatomy-cpu.json, .md and .png.
 import argparse
 import json
 import os
-import platform
 import runpy
 import subprocess
 import sys
@@ -36,6 +35,7 @@ sys.path.insert(1, str(ROOT))
 
 from common import arguments  # isort: skip  # noqa: F401  # before torch
 import torch
+from machine import describe_machine
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
 from common.models.adapters import count_parameters
@@ -335,7 +335,7 @@ def main():
         "command": "python benchmarks/anatomy.py" + (f" --recipe {args.recipe}" if args.recipe != "lm" else ""),
         "recipe": args.recipe,
         "flags": " ".join(Path(flag).name for flag in [*SHAPE, *flags]),  # of files, their names
-        "machine": f"a CPU of {os.cpu_count()} cores, {platform.machine()}, shared with other programs, without a GPU",
+        "machine": f"{describe_machine()}, shared with other programs",
         "date": time.strftime("%Y-%m-%d"),
         "versions": ", ".join(f"{name} {found[name]}" for name in ("torch", "accelerate", "transformers")),
         "arms": arms,

@@ -34,6 +34,7 @@ from pathlib import Path
 import torch
 import torch.distributed.checkpoint as dcp
 from accelerate import Accelerator
+from machine import describe_machine
 from torch.distributed.checkpoint.state_dict import get_state_dict
 from transformers import LlamaConfig, LlamaForCausalLM
 
@@ -145,9 +146,8 @@ def measure(kind, num_saves, num_sequences, layers, directory):
         figures = {"usual": without, "stall": stall, "updates": updates}
         if number:
             saves.append(figures | {"until complete": time.perf_counter() - started})
-    names = [line for line in Path("/proc/cpuinfo").read_text().splitlines() if "model name" in line]
     facts = {
-        "machine": f"{names[0].partition(': ')[2]}, {os.cpu_count()} cores, {accelerator.device.type}",
+        "machine": describe_machine(),
         "mode": f"{current_mode(accelerator)}, {torch.get_num_threads()} threads",
         "parameters": sum(p.numel() for p in model.parameters()),
     }

@@ -22,9 +22,9 @@ ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(1, str(ROOT))
 
 import torch
+from machine import describe_machine
 from transformers import LlamaForCausalLM
 
-from benchmarks.plan_of_a_batch import describe_machine
 from common.report import tracking
 from common.training.compilation import compile_layers
 from common.training.losses import sum_token_losses

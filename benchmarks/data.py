@@ -166,7 +166,8 @@ def main():
 
 
 def write(runs):
-    from benchmarks.plan_of_a_batch import describe_machine
+    from machine import describe_machine  # imports torch, which would count as memory of the children
+
     from common.report.tracking import versions
 
     facts = json.loads(RESULTS.read_text()) if RESULTS.exists() else {}
@@ -178,7 +179,7 @@ def write(runs):
             medians[arm] = {key: median(run[key] for run in of_arm) for key in of_arm[0] if key not in ("part", "arm")}
         facts[part] = {
             "date": date.today().isoformat(),
-            "machine": f"{describe_machine()}, no GPU",
+            "machine": describe_machine(),
             "versions": versions(),
             "command": shlex.join(["python", "benchmarks/data.py", *sys.argv[1:]]),
             "medians": medians,

@@ -10,7 +10,6 @@ import argparse
 import ast
 import json
 import os
-import platform
 import random
 import shutil
 import statistics
@@ -22,6 +21,8 @@ from typing import NamedTuple
 
 ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))
+
+from machine import describe_machine
 
 from common.report.tracking import versions  # noqa: E402
 
@@ -237,10 +238,9 @@ def main():
     work.mkdir(parents=True, exist_ok=True)
     write_data(work)
     cases = [CASES[0]._replace(updates=2, rates=CASES[0].rates[:2], flags=("--generate", "4"))] if args.quick else CASES
-    gigabytes = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") / 2**30
     results = {
         "date": date.today().isoformat(),
-        "machine": f"{os.cpu_count()} cores, {gigabytes:.0f} GiB of memory, {platform.system()}",
+        "machine": describe_machine(),
         "versions": versions(),
         "command": ".venv/bin/python benchmarks/defaults.py" + " --quick" * args.quick,
         "cases": [],

@@ -35,8 +35,9 @@ from pathlib import Path
 import torch
 import transformers
 from datasets import Dataset
+from machine import describe_machine
 from peers import Recorder, trainer_settings
-from throughput import begin, describe_machine, launch, num_threads, this_command
+from throughput import begin, launch, num_threads, this_command
 from throughput_data import ROOT, SEED
 
 from common.data.preferences import embedded_preferences

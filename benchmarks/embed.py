@@ -17,7 +17,6 @@ import importlib.util
 import json
 import math
 import os
-import platform
 import resource
 import statistics
 import subprocess
@@ -27,6 +26,7 @@ from pathlib import Path
 
 import numpy as np
 import torch
+from machine import describe_machine
 from transformers import AutoModel, BertConfig
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -196,8 +196,11 @@ def main():
     facts = json.loads(args.output.read_text()) if args.output.exists() else {}
     for part in args.parts:
         rows = measure_speed(args) if part == "speed" else measure_retrieval(args)
-        machine = platform.processor() or platform.machine()
-        facts[part] = {"date": str(datetime.date.today()), "machine": machine, "versions": tracking.versions()}
+        facts[part] = {
+            "date": str(datetime.date.today()),
+            "machine": describe_machine(),
+            "versions": tracking.versions(),
+        }
         facts[part]["rows"] = rows
         args.output.write_text(json.dumps(facts, indent=1) + "\n")
 

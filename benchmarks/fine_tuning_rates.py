@@ -13,7 +13,6 @@ import hashlib
 import importlib.util
 import json
 import os
-import platform
 import subprocess
 import sys
 import sysconfig
@@ -24,6 +23,8 @@ from typing import NamedTuple
 
 ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))
+
+from machine import describe_machine
 
 from common.report.tracking import versions  # noqa: E402
 from common.tasks.classify.labels import read_packages  # noqa: E402
@@ -167,7 +168,6 @@ def main():
     if not args.stopped:
         write_data(work)
         measure(work, args)
-    gigabytes = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") / 2**30
     runs = []
     for case in CASES:
         if metrics := finished(run_dir(work, case, args)):
@@ -177,7 +177,7 @@ def main():
     width = json.loads((args.encoder / "config.json").read_text())["hidden_size"]
     results = {
         "date": date.today().isoformat(),
-        "machine": f"{os.cpu_count()} cores, {gigabytes:.0f} GiB of memory, {platform.system()}",
+        "machine": describe_machine(),
         "versions": versions(),
         "command": ".venv/bin/python benchmarks/fine_tuning_rates.py",
         "encoder": f"{args.encoder.parent.name}, width {width}",

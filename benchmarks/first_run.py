@@ -6,8 +6,6 @@
 
 import argparse
 import json
-import os
-import platform
 import subprocess
 import sys
 import tempfile
@@ -18,6 +16,8 @@ from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))
+
+from machine import describe_machine
 
 from common.report.tracking import versions
 
@@ -45,7 +45,7 @@ def record(printed: str, output_dir: Path) -> dict:
     return {
         "command": COMMAND,
         "date": time.strftime("%Y-%m-%d"),
-        "machine": f"{os.cpu_count()} CPUs, {platform.system()} {platform.machine()}",
+        "machine": describe_machine(),
         "versions": versions(),
         "printed": last_lines(printed, output_dir),
     }

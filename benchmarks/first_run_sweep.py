@@ -18,7 +18,8 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(1, str(ROOT))
 
-from benchmarks.throughput import describe_machine
+from machine import describe_machine
+
 from common.report import tracking
 
 ARMS = {  # config and flags of each

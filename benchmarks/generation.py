@@ -34,7 +34,7 @@ from common import arguments  # noqa: E402, F401, I001  # before torch
 import numpy as np  # noqa: E402
 import torch  # noqa: E402
 from accelerate import Accelerator  # noqa: E402
-from throughput import describe_machine  # noqa: E402
+from machine import describe_machine  # noqa: E402
 from transformers import AutoModelForCausalLM, AutoModelForSeq2SeqLM  # noqa: E402
 
 from common.data.prompts import choose_prompts  # noqa: E402

@@ -26,7 +26,8 @@ from unittest import mock
 
 import torch
 import torch.nn.functional as F
-from throughput import describe_machine, device_name, this_command
+from machine import describe_machine, device_name
+from throughput import this_command
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from transformers import LlamaConfig, LlamaForCausalLM
 

@@ -14,8 +14,6 @@ import argparse
 import json
 import math
 import multiprocessing
-import os
-import platform
 import shlex
 import sys
 import time
@@ -24,6 +22,7 @@ from pathlib import Path
 
 import psutil
 import torch
+from machine import describe_machine
 from transformers import AutoModelForCausalLM, LlamaConfig
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -179,10 +178,9 @@ def main():
             for record in measure_all(kind, arm, lengths, most_bytes, args.most_seconds):
                 print(record, flush=True)
                 runs.append(record)
-    gigabytes = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") / 2**30
     results = {
         "date": date.today().isoformat(),
-        "machine": f"{os.cpu_count()} cores, {gigabytes:.0f} GiB of memory, {platform.system()}, no GPU used",
+        "machine": describe_machine(),
         "note": args.note,
         "versions": versions(),
         "command": shlex.join([".venv/bin/python", "benchmarks/long_sequence.py", *sys.argv[1:]]),

@@ -21,10 +21,10 @@ from statistics import median
 ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(1, str(ROOT))
 
+from machine import describe_machine
 from throughput import launch
 from throughput_data import rows_of
 
-from benchmarks.plan_of_a_batch import describe_machine
 from common.report import tracking
 
 # The first two make malloc keep all memory that is freed. The others make it use a freed block again: by default, the

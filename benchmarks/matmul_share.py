@@ -23,9 +23,9 @@ sys.path.insert(1, str(ROOT))
 
 from common import arguments  # isort: skip  # noqa: F401  # before torch
 import torch
+from machine import describe_machine
 
 from benchmarks.compile import build
-from benchmarks.plan_of_a_batch import describe_machine
 from common.internals.torch import dispatch_mode
 from common.report import tracking
 from common.training.compilation import compile_layers

@@ -12,7 +12,6 @@ pass of a global batch, without the optimizer step.
 import argparse
 import datetime
 import json
-import platform
 import statistics
 import sys
 import time
@@ -20,6 +19,7 @@ from pathlib import Path
 
 import torch
 from accelerate import Accelerator
+from machine import describe_machine
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -99,7 +99,7 @@ def main():
     print("time of a global batch, beside --balance none:", costs)
     facts = {"balance_time": costs} | {
         "date": str(datetime.date.today()),
-        "machine": platform.processor() or platform.machine(),
+        "machine": describe_machine(),
     }
     args.output.write_text(json.dumps(facts | {"versions": tracking.versions(), "rows": rows}, indent=1) + "\n")
     for row in rows:

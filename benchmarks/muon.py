@@ -12,7 +12,6 @@ import datetime
 import itertools
 import json
 import os
-import platform
 import statistics
 import subprocess
 import sys
@@ -20,6 +19,7 @@ import time
 from pathlib import Path
 
 import torch
+from machine import describe_machine
 from transformers import AutoModelForCausalLM, LlamaConfig
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -133,7 +133,7 @@ def main():
                 steps[size]["seconds"], optimizer, tokens
             )
             print(f"{size}: {optimizer} is {share:.1%} of an update of {tokens} tokens")
-    facts = {"date": str(datetime.date.today()), "machine": platform.processor() or platform.machine()}
+    facts = {"date": str(datetime.date.today()), "machine": describe_machine()}
     facts |= {"versions": tracking.versions(), "updates": args.updates, "steps": steps, "rows": rows}
     args.output.write_text(json.dumps(facts, indent=1) + "\n")
 

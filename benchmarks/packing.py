@@ -17,7 +17,6 @@ import argparse
 import datetime
 import json
 import math
-import platform
 import statistics
 import sys
 import tempfile
@@ -30,6 +29,7 @@ sys.path.insert(1, str(ROOT))
 
 import numpy as np  # noqa: E402
 import torch  # noqa: E402
+from machine import describe_machine  # noqa: E402
 from transformers import AttentionInterface, AutoModelForCausalLM, LlamaConfig  # noqa: E402
 
 from common import arguments as arguments  # noqa: E402  # before torch: see common/__init__.py
@@ -210,7 +210,7 @@ def main():
         return
     command = f"benchmarks/packing.py --examples {args.examples} --rounds {args.rounds}"
     facts = {"command": command, "date": datetime.date.today().isoformat(), "rounds": args.rounds}
-    facts |= {"machine": platform.processor() or platform.machine(), "threads": 1, "versions": versions()}
+    facts |= {"machine": describe_machine(), "threads": 1, "versions": versions()}
     facts |= {
         "examples": args.examples,
         "examples_for_padding": 2048,

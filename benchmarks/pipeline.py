@@ -14,7 +14,6 @@ results/pipeline-cpu.json and .md.
 import argparse
 import json
 import os
-import platform
 import subprocess
 import sys
 import tempfile
@@ -26,6 +25,8 @@ import yaml
 
 ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))
+
+from machine import describe_machine
 
 from common.report.tracking import versions  # noqa: E402
 
@@ -99,7 +100,7 @@ def main():
             one = {"stages": stages, "schedule": schedule, "memory_growth_bytes": memory}
             one |= {"sent_bytes": (many - few) / (UPDATES[1] - UPDATES[0])}
             runs.append(one | {"formula_bytes": formula(stages, samples)})
-    results = {"date": date.today().isoformat(), "machine": f"{os.cpu_count()} cores, {platform.system()}, no GPU"}
+    results = {"date": date.today().isoformat(), "machine": describe_machine()}
     results |= {
         "command": ".venv/bin/python benchmarks/pipeline.py",
         "versions": versions(),

@@ -17,7 +17,6 @@ and .png.
 import argparse
 import json
 import os
-import platform
 import random
 import re
 import runpy
@@ -34,6 +33,7 @@ sys.path.insert(1, str(ROOT))
 
 from common import arguments  # isort: skip  # noqa: F401  # before torch
 import torch
+from machine import describe_machine
 from tqdm import tqdm
 
 NUM_PROCESSES = {"hsdp": 4, "fsdp2_tensor_parallel": 4, "fsdp2_sequence_parallel": 4}
@@ -315,7 +315,7 @@ def main():
     from common.report.tracking import versions
 
     found = versions()
-    results["machine"] = f"a CPU of {os.cpu_count()} cores, {platform.machine()}, without a GPU"
+    results["machine"] = describe_machine()
     results["date"] = time.strftime("%Y-%m-%d")
     results["versions"] = ", ".join(
         f"{name} {found[name]}" for name in ("torch", "accelerate", "transformers", "deepspeed") if name in found

@@ -203,7 +203,8 @@ def main():
     results = json.loads(path.read_text()) if path.is_file() else {"pairs": []}
     results["pairs"] = [pair for pair in results["pairs"] if pair.get("allowance") == allowance()]
     done = {pair["name"] for pair in results["pairs"] if "failed" not in pair}
-    from throughput import describe_machine
+
+    from machine import describe_machine  # imports torch, which the children must not do before the recipe
 
     from common.report.tracking import versions
 

@@ -16,7 +16,6 @@ import datetime
 import json
 import math
 import os
-import platform
 import runpy
 import statistics
 import subprocess
@@ -29,6 +28,8 @@ import numpy as np
 
 ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(1, str(ROOT))
+
+from machine import describe_machine
 
 from common.report.tracking import versions
 from common.training.micro_batch_partition import split_global_batch
@@ -153,14 +154,6 @@ def measure_run(processes: int, size: str, num_updates: int) -> dict:
             [(p["shape"], round(p["seconds"], 4)) for p in note["micro_batches"]] for note in ranks[0][1:]
         ],
     }
-
-
-def describe_machine() -> str:
-    """The machine in words, without its name."""
-    cpuinfo = Path("/proc/cpuinfo")
-    names = [line for line in cpuinfo.read_text().splitlines() if "model name" in line] if cpuinfo.exists() else []
-    cpu = names[0].split(":")[1].strip() if names else platform.processor() or platform.machine()
-    return f"{cpu}, {os.cpu_count()} cores, {platform.system()}"
 
 
 def page(report: dict) -> str:

@@ -12,7 +12,6 @@ import argparse
 import itertools
 import json
 import os
-import platform
 import statistics
 import subprocess
 import sys
@@ -23,6 +22,8 @@ from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))
+
+from machine import describe_machine
 
 from common.report.tracking import versions  # noqa: E402
 
@@ -101,7 +102,7 @@ def main():
     args = parser.parse_args()
     results = json.loads(RESULTS.read_text()) if RESULTS.exists() else {"runs": []}
     results |= {"date": date.today().isoformat(), "versions": versions()}
-    results |= {"machine": f"{os.cpu_count()} cores, {platform.system()} {platform.machine()}"}
+    results |= {"machine": describe_machine()}
     results |= {"command": ".venv/bin/python benchmarks/precision.py"}
     cases = list(itertools.product(args.recipes, args.seeds, CONFIGS))
     with ThreadPoolExecutor(os.cpu_count()) as pool:

@@ -12,8 +12,6 @@ the values.
 
 import argparse
 import json
-import os
-import platform
 import subprocess
 import sys
 import tempfile
@@ -27,6 +25,7 @@ from typing import Any
 import numpy as np
 import torch
 import torch.distributed as dist
+from machine import describe_machine
 
 ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))
@@ -126,13 +125,6 @@ def split(ranks: int) -> dict[str, Any]:
     }
 
 
-def machine() -> str:
-    cpuinfo = Path("/proc/cpuinfo")
-    names = [line for line in cpuinfo.read_text().splitlines() if "model name" in line] if cpuinfo.exists() else []
-    name = names[0].partition(": ")[2] if names else platform.machine()
-    return f"{name}, {os.cpu_count()} cores, {platform.system()} {platform.release()}"
-
-
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--ranks", type=int, nargs="+", default=[2, 64, 1024, 8192])
@@ -146,7 +138,7 @@ def main() -> None:
     report = {
         "command": f"benchmarks/scale.py --ranks {' '.join(map(str, options.ranks))}",
         "date": date.today().isoformat(),
-        "machine": machine(),
+        "machine": describe_machine(),
         "versions": versions(),
         "liveness of rank 0": [result for ranks in options.ranks for result in watch(ranks)],
         "key-value store": store(),

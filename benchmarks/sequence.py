@@ -15,7 +15,6 @@ Writes results/sequence-cpu.json and .md, or results/tensor-cpu.json and .md.
 import argparse
 import json
 import os
-import platform
 import subprocess
 import sys
 import tempfile
@@ -26,6 +25,8 @@ import psutil
 
 ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))
+
+from machine import describe_machine
 
 from common.report.tracking import versions  # noqa: E402
 
@@ -108,7 +109,7 @@ def main():
             one = {"processes": processes, "memory_growth_bytes": memory}
             one |= {"sent_bytes": (many - few) / (UPDATES[1] - UPDATES[0])}
             runs.append(one | {"formula_bytes": formula(args.of, processes, short, parameters)})
-    results = {"date": date.today().isoformat(), "machine": f"{os.cpu_count()} cores, {platform.system()}, no GPU"}
+    results = {"date": date.today().isoformat(), "machine": describe_machine()}
     results |= {
         "command": ".venv/bin/python benchmarks/sequence.py" + (" --of layers" if args.of == "layers" else ""),
         "of": args.of,

@@ -10,8 +10,6 @@ results/sharding-DEVICE.json and .md.
 
 import argparse
 import json
-import os
-import platform
 import subprocess
 import sys
 import tempfile
@@ -20,6 +18,7 @@ from importlib.util import find_spec
 from pathlib import Path
 
 import torch
+from machine import describe_machine
 
 ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))
@@ -87,11 +86,9 @@ def main():
                 failed.append(config)
     if CONFIGS[0] in failed:  # the others are compared with it
         sys.exit(f"error: these configs failed: {', '.join(failed)}")
-    gigabytes = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") / 2**30
-    device = f"{torch.cuda.device_count()} {torch.cuda.get_device_name()}" if on_gpu else "no GPU"
     results = {
         "date": date.today().isoformat(),
-        "machine": f"{os.cpu_count()} cores, {gigabytes:.0f} GiB of memory, {platform.system()}, {device}",
+        "machine": describe_machine(),
         "versions": versions(),
         "command": " ".join([".venv/bin/python benchmarks/sharding.py", *sys.argv[1:]]),
         "settings": vars(args),

@@ -11,7 +11,6 @@ import argparse
 import json
 import math
 import os
-import platform
 import shlex
 import subprocess
 import sys
@@ -20,6 +19,8 @@ import time
 from datetime import date
 from pathlib import Path
 from statistics import median
+
+from machine import describe_machine
 
 ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))
@@ -137,10 +138,9 @@ def write(runs, commands):
     for part, arm in arms:
         figures = [run["figure"] for run in runs if (run["part"], run["arm"]) == (part, arm)]
         medians.setdefault(part, {})[arm] = {"median": median(figures), "rounds": len(figures)}
-    model = [line.split(":")[1].strip() for line in open("/proc/cpuinfo") if line.startswith("model name")][0]
     facts = {
         "date": date.today().isoformat(),
-        "machine": f"{model}, {os.cpu_count()} cores, {platform.system()}, no GPU",
+        "machine": describe_machine(),
         "versions": versions(),
         "commands": commands,
         "units": "seconds; tokens per second of evaluation",

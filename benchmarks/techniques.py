@@ -49,6 +49,7 @@ from pathlib import Path
 
 import torch
 import transformers
+from machine import describe_machine, device_name
 from plan import predicted_bytes
 from safetensors import safe_open
 from techniques_arms import PARTS, PRESETS, SETTINGS, arm_of, arms_of, candidates_of
@@ -58,8 +59,6 @@ from throughput import (
     ON_GPU,
     SHARED_FLAGS,
     begin,
-    describe_machine,
-    device_name,
     launch,
     num_threads,
     this_command,

@@ -51,7 +51,6 @@ import importlib.util
 import itertools
 import json
 import os
-import platform
 import shlex
 import shutil
 import statistics
@@ -62,8 +61,8 @@ import time
 from importlib.metadata import version
 from pathlib import Path
 
-import psutil
 import torch
+from machine import describe_machine, device_name, num_cores
 from throughput_data import DATA, MODELS, ROOT, SEED, data_flags, prepare, settings_of
 from throughput_page import ARMS, WHOLE_RUN, draw, headline, targets_table, write_page
 
@@ -186,11 +185,11 @@ def measure(args, work, results, save):
         done = len({run["round"] for run in results["runs"] if run["row"] == key})
         for number in range(done, done + args.rounds):
             for arm in arms if number % 2 == 0 else arms[::-1]:
+                shutil.rmtree(work / "run", ignore_errors=True)  # of a call that was interrupted, or an arm that failed
                 try:
                     measured = run_arm(args, arm, row, facts, work / f"{name}-{size}", work / "run")
                 except SystemExit as error:  # the other arms are measured all the same
                     print(f"{key}, round {number + 1}, {arm}: {error}", file=sys.stderr, flush=True)
-                    shutil.rmtree(work / "run", ignore_errors=True)
                     failed.append(f"{key}, {arm}")
                     continue
                 results["runs"].append({"row": key, "arm": arm, "round": number} | measured)
@@ -216,30 +215,6 @@ def describe_row(args, name, size, precision, settings, facts):
 def num_threads():
     """Returns the number of threads of every arm; `accelerate launch` passes the variable to torch."""
     return int(os.environ["OMP_NUM_THREADS"])
-
-
-def describe_machine():
-    """The machine in words, without its name."""
-    cpuinfo = Path("/proc/cpuinfo")
-    names = [line for line in cpuinfo.read_text().splitlines() if "model name" in line] if cpuinfo.exists() else []
-    cpu = names[0].split(":")[1].strip() if names else platform.processor() or platform.machine()
-    flags = cpuinfo.read_text() if cpuinfo.exists() else ""
-    bf16 = [label for flag, label in (("avx512_bf16", "AVX512-BF16"), ("amx_bf16", "AMX-BF16")) if flag in flags]
-    cpu += f" with {' and '.join(bf16)}" if bf16 else ""
-    memory = f"{psutil.virtual_memory().total / 2**30:.0f} GiB of memory"
-    machine = f"{cpu}, {num_cores()} cores, {memory}, {platform.system()}"
-    return f"{torch.cuda.get_device_name()}; {machine}" if ON_GPU else machine
-
-
-def num_cores():
-    """Physical cores that this process may use."""
-    allowed = len(psutil.Process().cpu_affinity()) if hasattr(psutil.Process, "cpu_affinity") else os.cpu_count()
-    return min(allowed, psutil.cpu_count(logical=False) or allowed)
-
-
-def device_name():
-    """For the names of result files."""
-    return torch.cuda.get_device_name().lower().replace(" ", "-") if ON_GPU else "cpu"
 
 
 def begin(work):

@@ -30,6 +30,7 @@ from pathlib import Path
 
 import torch
 from accelerate import Accelerator
+from machine import describe_machine, device_name
 from torch.optim.optimizer import register_optimizer_step_post_hook
 from torch.profiler import ProfilerActivity, profile, record_function
 
@@ -219,7 +220,7 @@ def main():
     args = parser.parse_args()
     if args.job:
         return record(**json.loads(args.job))
-    from throughput import begin, describe_machine, device_name, num_threads
+    from throughput import begin, num_threads
 
     from common.report.tracking import versions
 
