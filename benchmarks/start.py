@@ -4,7 +4,7 @@
     .venv/bin/python benchmarks/start.py --parts dry_run --before ../older     # compared with an older checkout
 
 Values are seconds of full processes with a warm cache: first run it once with --fresh. The arms alternate. Each call
-adds its runs to results/start-cpu.json, or with --fresh starts the file anew; medians are over all runs in the file.
+adds its runs to start-cpu.json, or with --fresh starts the file anew; medians are over all runs in the file.
 """
 
 import argparse
@@ -25,7 +25,6 @@ from machine import describe_machine
 ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))
 
-RESULTS = ROOT / "benchmarks/results/start-cpu.json"
 RECIPES = sorted(path.stem for path in (ROOT / "recipes").glob("*.py"))
 IMPORTS = {
     "import torch, transformers, accelerate": "import torch, transformers, accelerate",
@@ -114,8 +113,10 @@ def main():
     parser.add_argument("--rounds", type=int, default=1)
     parser.add_argument("--before", metavar="DIR", help="an older checkout to measure beside this one")
     parser.add_argument("--fresh", action="store_true", help="forget the runs that the file holds")
+    parser.add_argument("--output_dir", type=Path, default=ROOT / "benchmarks/results")
     args = parser.parse_args()
-    before = {} if args.fresh or not RESULTS.exists() else json.loads(RESULTS.read_text())
+    path = args.output_dir / "start-cpu.json"
+    before = {} if args.fresh or not path.exists() else json.loads(path.read_text())
     runs, commands = before.get("runs", []), before.get("commands", [])
     commands.append(shlex.join(["python", "benchmarks/start.py", *sys.argv[1:]]))
     for _ in range(args.rounds):
@@ -127,10 +128,10 @@ def main():
                 for name, command, cwd in processes(part, args.before):
                     found[name] = seconds(command, cwd)
             runs += [{"part": part, "arm": name, "figure": figure} for name, figure in found.items()]
-    write(runs, commands)
+    write(path, runs, commands)
 
 
-def write(runs, commands):
+def write(path, runs, commands):
     from common.report.tracking import versions
 
     arms = dict.fromkeys((run["part"], run["arm"]) for run in runs)
@@ -147,7 +148,7 @@ def write(runs, commands):
         "medians": medians,
         "runs": runs,
     }
-    RESULTS.write_text(json.dumps(facts, indent=1) + "\n")
+    path.write_text(json.dumps(facts, indent=1) + "\n")
     print(json.dumps(medians, indent=1))
 
 

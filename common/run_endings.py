@@ -15,9 +15,16 @@ from common.training.stop_signals import STOPPED
 
 
 def dry_run(run: Any) -> Iterator[Iterator[Any]]:
-    """Yields an iterator over the first global batch; then prints settings and predicted memory, and ends the run."""
-    batches = (batch for batch in islice(run.loader, 1))
+    """Yields an iterator over the first global batch; then prints settings and predicted memory, and ends the run.
+
+    On a CPU, the planner gets one of the cores. Otherwise it would delay one thread, and the others would wait for this
+    thread in every operator.
+    """
+    batches, num_threads = (batch for batch in islice(run.loader, 1)), torch.get_num_threads()
+    if run.accelerator.is_main_process and run.device.type == "cpu":
+        torch.set_num_threads(max(1, num_threads - 1))
     yield batches
+    torch.set_num_threads(num_threads)
     batches.close()  # also ends the data-loading processes
     num_left = run.state.end(run.args) - run.state.update
     memory = run.prediction.describe() if run.accelerator.is_main_process else ""

@@ -439,6 +439,34 @@ def test_the_planner_of_a_dry_run_starts_before_torch_is_imported_and_ends_with_
     assert not psutil.pid_exists(int(process)) or psutil.Process(int(process)).status() == psutil.STATUS_ZOMBIE
 
 
+THREADS = """
+import sys
+import torch
+from common import arguments
+from recipes import lm
+sum_losses = lm.sum_losses
+def printing(model, micro_batch):
+    print("computes with", torch.get_num_threads())
+    return sum_losses(model, micro_batch)
+lm.sum_losses = printing
+lm.main()
+"""
+
+
+@pytest.mark.parametrize(("threads", "left"), [(2, 1), (1, 1)])
+def test_a_dry_run_on_a_cpu_leaves_a_core_to_its_planner(threads, left, tmp_path):
+    """Control: the settings that it prints, and a run, have all threads."""
+    (tmp_path / "recipe.py").write_text(THREADS)
+    flags = ["--model_config", "tiny", "--output_dir", tmp_path / "out"]
+    environment = {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": str(threads)}
+    command = [sys.executable, tmp_path / "recipe.py", *flags]
+    printed = run([*command, "--dry_run"], cwd=ROOT, **environment).stdout
+    assert f"computes with {left}\n" in printed and "memory: predicted peak" in printed, printed
+    assert re.search(rf"^CPU threads of a process +{threads} ", printed, re.MULTILINE), printed
+    trained = run([*command, "--num_updates", 1], cwd=ROOT, **environment).stdout
+    assert f"computes with {threads}\n" in trained, trained
+
+
 def test_the_planner_ends_without_a_word_if_it_is_asked_nothing():
     """As after a dry run that is killed. Control: asked, it predicts."""
     command = [sys.executable, "-m", "tools.plan", "--predict", "recipes/vision.py"]
