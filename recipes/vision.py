@@ -128,7 +128,7 @@ def main():
     optimizer = make_optimizer(args.optimizer, model, args.learning_rate, args.weight_decay, **head)
     collate = partial(images.collate_images, preprocessing=preprocessing)
     lines = batch_norm.describe_norm(args, run.accelerator.num_processes) | describe_new_weights(**head)
-    lines |= {} if held_out else {"held out": "none; name a --validation_dir to measure"}
+    lines |= {} if held_out else {"held out": "none; pass --validation_dir to evaluate"}
     model, optimizer = run.prepare(model, optimizer, collate, train_set, held_out, **lines)
     with run.training(config, preprocessing) as batches:
         train(args, run, model, optimizer, batches)

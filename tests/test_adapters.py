@@ -256,7 +256,7 @@ def test_the_printed_call_loads_a_dora_adapter_as_trained(place, tmp_path):
     runs = [(flags(place, out, "--use_dora"), {}, "lm")]
     runs.append((flags(place, head, "--use_dora", "--sequence_length", 32), {}, "classify"))
     printed = run_specs("lm", runs, tmp_path).stdout
-    calls = re.findall(r"; (PeftModel.*) loads it", printed)
+    calls = re.findall(r"; load with (PeftModel.*)\)$", printed, re.MULTILINE)
     names = {"PeftModel": PeftModel, "AutoConfig": transformers.AutoConfig}
     names |= {kind.__name__: kind for kind in (AutoModelForCausalLM, AutoModelForSequenceClassification)}
     model, classifier = (eval(call, names) for call in calls)

@@ -95,7 +95,7 @@ def test_models_that_do_not_fit(name, misfit_models, functions_file, tmp_path):
 
 
 FLAG_MISTAKES = {
-    "--global_batch_size 12 --micro_batch_size 8": r"12 / \(8 micro x 1 processes\) = 1.5 .* 8 or 16",
+    "--global_batch_size 12 --micro_batch_size 8": r"12 / \(8 micro x 1 process\) = 1.5 .* 8 or 16",
     "--micro_batch_size 8 --micro_batch_tokens 512": "mutually exclusive",
     "--optimiser adamw": "did you mean --optimizer",
     "--num_train_epochs 3": "--num_train_epochs 3: use --num_epochs 3",

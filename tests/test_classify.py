@@ -550,7 +550,7 @@ def test_an_adapter_with_a_head_is_loaded_as_it_says_and_merged(new_head, one_pr
         more += ["--new_head", "--train_file", two, "--validation_file", two]
     config = "fsdp2" if new_head else "cpu_bf16"  # an encoder's first norm is in no layer that FSDP2 shards by itself
     result = launch(*flags(files, base, out, *more), config=config, script=SCRIPT)
-    call = re.search(r"MB; (AutoModel.*) loads it", result.stdout)[1]
+    call = re.search(r"MB; load with (AutoModel.*)\)", result.stdout)[1]
     assert call.replace(str(out / "model"), "PATH") in (out / "model/README.md").read_text()
     config = json.loads((base / "config.json").read_text())
     (base / "config.json").write_text(json.dumps(config | {"layer_norm_eps": 1.0}))  # which is not the run's

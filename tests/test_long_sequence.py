@@ -172,7 +172,7 @@ def test_a_run_ends_with_figures_that_are_right(functions_file, tmp_path):
     result = launch(*flags(functions_file, out, "--save_every", 4), script=RECIPE)
     assert "17 segments, recomputed in backward; the gradient of the full sequence" in result.stdout
     assert "precision  float32, independent of the launch" in result.stdout
-    assert "common.tasks.long_sequence.recurrent.RecurrentLM.from_pretrained loads it)" in result.stdout
+    assert "load with common.tasks.long_sequence.recurrent.RecurrentLM.from_pretrained)" in result.stdout
     command = [sys.executable, "-m", "tools.checkpoint", "export", out / "checkpoints/update-000004", tmp_path / "m"]
     assert run(command).returncode == 0
     weights = [AutoModelForCausalLM.from_pretrained(path).state_dict() for path in (out / "model", tmp_path / "m")]

@@ -32,7 +32,7 @@ METRICS = {
     "exact": "exact matches",
     "tokens_per_second": "tokens per second of training",
     "training_seconds": "seconds of training, over all starts",
-    "repeated_seconds": "of these for updates that were made again",
+    "repeated_seconds": "of these for repeated updates",
     "evaluation_seconds": "seconds of evaluations between updates",
     "saving_seconds": "seconds of saving checkpoints between updates",
     "peak_memory_bytes": "most memory of a process, GiB",

@@ -71,7 +71,7 @@ def describe(results: dict[str, Any], num_starts: int) -> str:
     """Returns training time and throughput as text, and the updates that the time covers if these are not all."""
     parts = [f"{num_starts} starts"] if num_starts > 1 else []
     if repeated := results.get("repeated_updates"):
-        parts.append(f"{results['repeated_seconds']:.0f} s for {repeated:,} updates that were made again")
+        parts.append(f"{results['repeated_seconds']:.0f} s for {repeated:,} repeated updates")
     if (timed := results.get("timed_updates", results["updates"])) < results["updates"]:
         parts.append(f"{timed:,} of {results['updates']:,} updates: an older version did not save the time of the rest")
     text = f"trained in {results['training_seconds']:.0f} s" + (f" ({'; '.join(parts)})" if parts else "")

@@ -101,18 +101,18 @@ def print_run(
     if stages is not None:  # this process holds a single stage
         total, trainable = stages.num_parameters
     steps = len(first.micro_batches)
-    batch = f"{args.global_batch_size} = {args.micro_batch_size} micro x {steps} accumulation"
+    batch = f"{args.global_batch_size} samples = {args.micro_batch_size} per micro-batch x {steps} accumulated x "
     if args.global_batch_size != (args.micro_batch_size or 0) * steps * grid.data_parallel:
         limit = f"{args.micro_batch_size} texts" if args.micro_batch_size else f"{args.micro_batch_tokens} tokens"
-        batch = f"{args.global_batch_size} in micro-batches of up to {limit} per process, accumulated as needed,"
+        batch = f"{args.global_batch_size} samples; micro-batches of up to {limit} per process, accumulated as needed; "
     grid_lines = {}
     if grid.data_parallel < world:
         from common.report.grid import describe_grid
 
         grid_lines = describe_grid(grid, steps, args.shared("micro_batch_tokens"))
     updates, mean_targets = _describe_length(args, train)
-    targets = f"{mean_targets:,.0f} an update on average; the first: "
-    targets += f"{first.num_targets:,} in {steps} micro-steps on each process"
+    targets = f"{mean_targets:,.0f} per update on average; first update: {first.num_targets:,} in {steps} "
+    targets += f"micro-batch{'es' * (steps > 1)} per process"
     precision = getattr(model, "own_precision", None)  # set for models with a fixed precision
     if precision is None:
         precision = describe_precision(accelerator)
@@ -132,12 +132,12 @@ def print_run(
         "mode": f"{describe_mode(accelerator)}, {world} process{'es' * (world > 1)} on {accelerator.device.type}"
         + (", because no GPU is visible" if lacks_gpus else ""),
         **grid_lines,
-        "optimizer": f"{args.optimizer}, learning rate {args.learning_rate:g}, {args.lr_schedule}",
-        "batch": f"{batch} x {grid.describe()}",
+        "optimizer": f"{args.optimizer}, peak learning rate {args.learning_rate:g}, {args.lr_schedule} schedule",
+        "batch": batch + grid.describe(),
         "targets": targets,
         "updates": updates,
         "data": train.samples.describe(),
-        "held out": validation.samples.describe() if validation else "none; name a --validation_file to measure",
+        "held out": validation.samples.describe() if validation else "none; pass --validation_file to evaluate",
         **lines,
         "output": "nothing (dry run)" if args.dry_run else args.output_dir,
     }
@@ -148,8 +148,8 @@ def _describe_length(args: Arguments, train: GlobalBatches) -> tuple[str, float]
     """Returns the number of epochs of a run as text, and the average number of targets per update."""
     samples: Any = train.samples
     if train.mixing is None:
-        epochs = f"{args.num_updates / len(train):.2f} epochs of {len(train):,} updates"
-        return f"{args.num_updates:,} = {epochs}", samples.num_target_tokens / len(train)
+        epochs = f"{args.num_updates / len(train):.2f} epochs; {len(train):,} updates per epoch"
+        return f"{args.num_updates:,} ({epochs})", samples.num_target_tokens / len(train)
     return samples.describe_length(args.num_updates, train.global_batch_size)
 
 
@@ -192,10 +192,8 @@ def print_results(results: dict[str, Any], output_dir: Path, model_class: str, i
         printed.append("\nnothing was left to train; the training metrics are those of the finished run")
     if results["tokens_per_second"]:
         printed.append(
-            f"\n{totals.describe(results, len(run['commands']))}; "
-            f"padding {results['padding_share']:.1%} of what was computed; the "
-            f"busiest process computed {results['work_difference']:.1%} more than the idlest; waiting for data "
-            f"{results['waiting_for_data']:.1%}"
+            f"\n{totals.describe(results, len(run['commands']))} (padding {results['padding_share']:.1%}, "
+            f"load imbalance {results['work_difference']:.1%}, data-loading time {results['waiting_for_data']:.1%})"
         )
         printed += [line] if (line := totals.describe_pauses(results)) else []
     if skipped := results["skipped_updates"]:
@@ -204,7 +202,7 @@ def print_results(results: dict[str, Any], output_dir: Path, model_class: str, i
         )
     if flops := results.get("model_flops_per_second"):
         share = results.get("share_of_rate")
-        rate = f", {share:.0%} of this machine's matmul throughput" if share else ""
+        rate = f", {share:.0%} of this machine's measured matmul throughput" if share else ""
         printed.append(f"model FLOPs: {flops / 1e9:,.1f} GFLOP/s{rate}")
     losses: list[str] = []
     best: list[str] = []
@@ -217,7 +215,7 @@ def print_results(results: dict[str, Any], output_dir: Path, model_class: str, i
         *losses,
         *lines,
         *best,
-        f"model      {model} ({describe_weights(model)}; {loading_call(model, model_class)} loads it)",
+        f"model      {model} ({describe_weights(model)}; load with {loading_call(model, model_class)})",
         f"metrics    {output_dir / 'metrics.jsonl'}",
         *([f"curves     {picture}"] if picture.is_file() else []),
         f"settings   {output_dir / 'run.json'}",

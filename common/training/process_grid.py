@@ -61,7 +61,7 @@ class ProcessGrid:
     def describe(self) -> str:
         """Returns the number of processes or groups with their own samples, as text."""
         if self.num_processes == self.data_parallel:
-            return f"{self.num_processes} processes"
+            return f"{self.num_processes} process{'es' * (self.num_processes > 1)}"
         kind, size = ("pipeline", self.pipeline) if self.pipeline > 1 else ("group", self.group_size)
         return f"{self.data_parallel} {kind}{'s' * (self.data_parallel > 1)} of {size} processes"
 

@@ -35,7 +35,7 @@ def main() -> None:
             return
         if args.command == "export":
             export(args.checkpoint, args.target, args.dtype, args.merge)
-            print(f"{args.target} ({loading_call(args.target)} loads it)")
+            print(f"{args.target} (load with {loading_call(args.target)})")
             return
         sys.exit(_list(args.output_dir))
     except UserError as error:
