@@ -68,7 +68,7 @@ def test_every_recipe_counts_in_epochs(recipe, data, tmp_path):  # noqa: F811
     own += ["--global_batch_size", 16, "--micro_batch_size", 1]
     config = "pipeline" if recipe == "pipeline" else "cpu"
     result = launch(*own, "--output_dir", out, config=config, script=f"recipes/{recipe}.py")
-    length = int(re.search(r"2.00 epochs of ([\d,]+) updates", result.stdout)[1].replace(",", ""))
+    length = int(re.search(r"2.00 epochs; ([\d,]+) updates per epoch", result.stdout)[1].replace(",", ""))
     digests = [line["sample_digest"] for line in read_metrics(out)]
     assert length > 1 and len(digests) == 2 * length and digests[:length] != digests[length:]
     assert evaluated(out) == checkpoints(out) == [length, 2 * length]
