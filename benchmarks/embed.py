@@ -196,12 +196,8 @@ def main():
     facts = json.loads(args.output.read_text()) if args.output.exists() else {}
     for part in args.parts:
         rows = measure_speed(args) if part == "speed" else measure_retrieval(args)
-        facts[part] = {
-            "date": str(datetime.date.today()),
-            "machine": describe_machine(),
-            "versions": tracking.versions(),
-        }
-        facts[part]["rows"] = rows
+        facts[part] = {"date": str(datetime.date.today()), "machine": describe_machine()}
+        facts[part] |= {"versions": tracking.versions(), "rows": rows}
         args.output.write_text(json.dumps(facts, indent=1) + "\n")
 
 

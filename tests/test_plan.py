@@ -440,9 +440,8 @@ def test_the_planner_of_a_dry_run_starts_before_torch_is_imported_and_ends_with_
 
 
 THREADS = """
-import sys
-import torch
 from common import arguments
+import torch
 from recipes import lm
 sum_losses = lm.sum_losses
 def printing(model, micro_batch):
