@@ -137,9 +137,9 @@ def test_a_dry_run_loads_nothing_that_it_does_not_use(recipe, functions_file, mo
 # What a copied recipe is given, in a file that all recipes can read, and a part of what it then says.
 COPIES = {
     "lm.py": (["--train_file", "DATA"], "LlamaForCausalLM"),
-    "dpo.py": (["--train_file", "DATA"], "rows.jsonl (prompt, chosen, rejected): "),
-    "reward.py": (["--train_file", "DATA"], "rows.jsonl (prompt, chosen, rejected): "),
-    "embed.py": (["--train_file", "DATA"], "rows.jsonl (source, target): "),
+    "dpo.py": (["--train_file", "DATA"], "rows.jsonl, columns prompt, chosen, rejected: "),
+    "reward.py": (["--train_file", "DATA"], "rows.jsonl, columns prompt, chosen, rejected: "),
+    "embed.py": (["--train_file", "DATA"], "rows.jsonl, columns source, target: "),
     "pipeline.py": (["--train_file", "DATA"], "LlamaForCausalLM"),
     "moe.py": (["--train_file", "DATA"], "Ernie4_5_MoeForCausalLM"),
     "long_sequence.py": (["--train_file", "DATA"], "RecurrentLM"),

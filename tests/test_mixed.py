@@ -373,4 +373,4 @@ def test_a_mistake_writes_nothing_and_a_stream_is_refused(place, tmp_path):
     assert not (tmp_path / "out").exists()
     shutil.copy(place / "code.jsonl", tmp_path / "1:0.5.jsonl")
     dry = run_recipe_alone("lm.py", "--train_file", tmp_path / "1:0.5.jsonl", "--dry_run", "--sequence_length", 32)
-    assert dry.returncode == 0 and "1:0.5.jsonl (text): " in dry.stdout
+    assert dry.returncode == 0 and "1:0.5.jsonl, column text: " in dry.stdout

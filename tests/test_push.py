@@ -134,7 +134,7 @@ def test_the_card_says_what_the_run_was(finished):
         "Defaults: `--seed 0`, " in text and "`--learning_rate 0.006`" in text and "`--sequence_length 64`" not in text
     )
     assert "    accelerate launch --config_file accelerate_configs/cpu.yaml recipes/lm.py --train_file" in text
-    assert "rows.jsonl (text): " in text and "torch 2" in text and TOKEN not in text
+    assert "rows.jsonl, column text: " in text and "torch 2" in text and TOKEN not in text
 
 
 @pytest.fixture
@@ -156,8 +156,10 @@ def test_the_card_shows_no_directory_of_its_writer(card, tmp_path, monkeypatch):
     monkeypatch.setenv("HOME", "/home/me")
     monkeypatch.chdir(tmp_path)
     command = ["accelerate", "launch", "/home/me/lm.py", "--train_file", f"{tmp_path}/books/a.txt", "/mnt/home/me/b"]
-    text = card({"data": f"{tmp_path}/books/a.txt (text): 5", "held_out": "/home/meg/c.txt: 6", "commands": [command]})
-    assert "- trained on: books/a.txt (text): 5\n" in text and "- held out: /home/meg/c.txt: 6\n" in text
+    text = card(
+        {"data": f"{tmp_path}/books/a.txt, column text: 5", "held_out": "/home/meg/c.txt: 6", "commands": [command]}
+    )
+    assert "- trained on: books/a.txt, column text: 5\n" in text and "- held out: /home/meg/c.txt: 6\n" in text
     assert "    accelerate launch ~/lm.py --train_file books/a.txt /mnt/home/me/b\n" in text
 
 

@@ -84,6 +84,12 @@ class Corpus:
         return not 0 < self.num_bytes <= LARGE_BYTES
 
 
+def name_and_columns(meta: dict[str, Any]) -> str:
+    """Returns the name and the columns of preprocessed data, for the run summary."""
+    columns = meta["columns"]
+    return f"{meta['name']}, column{'s' * (len(columns) > 1)} {', '.join(columns)}"
+
+
 def file_type(path: str) -> tuple[str, str | None]:
     """Returns (extension, compression): "a.txt.gz" -> (".txt", "gzip")."""
     *_, inner, last = "", "", *(suffix.lower() for suffix in Path(path).suffixes)

@@ -15,7 +15,7 @@ import numpy as np
 from transformers import PreTrainedTokenizerBase
 
 from common.data.cache import cached
-from common.data.source_types import Source
+from common.data.source_types import Source, name_and_columns
 from common.data.token_store import TokenStore, split_targets
 from common.data.tokenizer import no_more_threads, open_text, tokenizer_identity
 
@@ -122,6 +122,6 @@ class Samples(TokenStore):
         unit = f"examples of {self.num_tokens / len(self):,.0f} tokens on average, at most {self.max_length}"
         if self.is_stream:
             unit = f"blocks of {self.sequence_length} tokens from {meta['documents']:,} documents{self.note}"
-        line = f"{meta['name']} ({', '.join(meta['columns'])}): {len(self):,} {unit}; "
+        line = f"{name_and_columns(meta)}: {len(self):,} {unit}; "
         line += f"{self.num_target_tokens:,} targets, {meta['bytes']:,} bytes of text{meta['losses']}"
         return f"\n{'':12}".join([line, *meta["notes"]])

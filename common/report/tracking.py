@@ -136,7 +136,7 @@ def print_run(
         "batch": batch + grid.describe(),
         "targets": targets,
         "updates": updates,
-        "data": train.samples.describe(),
+        "training": train.samples.describe(),
         "held out": validation.samples.describe() if validation else "none; pass --validation_file to evaluate",
         **lines,
         "output": "nothing (dry run)" if args.dry_run else args.output_dir,

@@ -22,7 +22,7 @@ from common.data.examples import mark_targets, token_ids
 from common.data.preference_rows import ANSWERS
 from common.data.preferences import columns_of, encode_pairs, open_preferences
 from common.data.sample_writing import corpus_facts
-from common.data.source_types import Corpus, Source
+from common.data.source_types import Corpus, Source, name_and_columns
 from common.data.token_store import TokenStore, TokenWriter, split_targets
 from common.data.tokenizer import no_more_threads, tokenizer_identity
 from common.data.too_long import describe_losses, is_left_out
@@ -243,7 +243,7 @@ class Preferences(TokenStore):
     def describe(self) -> str:
         """Returns the description of the pairs for the run summary."""
         meta = self.meta
-        line = f"{meta['name']} ({', '.join(meta['columns'])}): {len(self):,} pairs, a prompt with an answer "
+        line = f"{name_and_columns(meta)}: {len(self):,} pairs, a prompt with an answer "
         line += f"{meta['tokens'] / len(self) / 2 - 1:,.0f} tokens on average, at most {meta['max_length']}"
         line += meta["losses"]
         return f"\n{'':12}".join([line, *meta["notes"]])

@@ -22,7 +22,7 @@ from common.data.preference_rows import ANSWERS, CONTEXT, check_row
 from common.data.preferences import as_context, encode_answers, open_preferences
 from common.data.row_texts import batches
 from common.data.sample_writing import corpus_facts
-from common.data.source_types import Corpus, Row, Source
+from common.data.source_types import Corpus, Row, Source, name_and_columns
 from common.data.sources import check_columns
 from common.data.token_store import TokenStore, TokenWriter
 from common.data.tokenizer import Encoded, no_more_threads, tokenizer_identity
@@ -251,9 +251,7 @@ class Unpaired(TokenStore):
     def describe(self) -> str:
         """Returns the description of the rows for the run summary."""
         meta, number = self.meta, len(self)
-        line = (
-            f"{meta['name']} ({', '.join(meta['columns'])}): {number:,} answers, {meta['desirable']:,} desirable and "
-        )
+        line = f"{name_and_columns(meta)}: {number:,} answers, {meta['desirable']:,} desirable and "
         line += f"{number - meta['desirable']:,} not, a prompt with an answer at most {meta['max_length']} tokens"
         line += f"; {meta['truncated']:,} truncated at {self.sequence_length}" if meta["truncated"] else ""
         line += f"; {meta['dropped']:,} skipped, whose answer begins after that length" if meta["dropped"] else ""

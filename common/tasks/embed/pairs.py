@@ -25,7 +25,7 @@ from common.data.column_checks import unused_columns
 from common.data.empty_rows import no_row_left, text_batches
 from common.data.python_functions import derived_corpus, find_docstring, first_line
 from common.data.row_texts import text_of
-from common.data.source_types import Corpus, Row, Source
+from common.data.source_types import Corpus, Row, Source, name_and_columns
 from common.data.sources import check_columns, open_source
 from common.data.token_store import TokenStore, TokenWriter
 from common.data.tokenizer import no_more_threads, tokenizer_identity
@@ -300,7 +300,7 @@ class Pairs:
         """Returns the description of the pairs for the run summary."""
         meta = self.meta
         number = 2 * len(self) + meta["negatives"]
-        line = f"{meta['name']} ({', '.join(meta['columns'])}): {len(self):,} pairs"
+        line = f"{name_and_columns(meta)}: {len(self):,} pairs"
         line += f" with {meta['negatives']:,} negatives" if meta["negatives"] else ""
         line += f", texts of {meta['tokens'] / number:,.0f} tokens on average, at most {self.max_length}"
         line += f"; {meta['truncated']:,} truncated at {meta['length']}" if meta["truncated"] else ""

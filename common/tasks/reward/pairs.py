@@ -19,7 +19,7 @@ from common.data.chats import start_rendering
 from common.data.preference_rows import ANSWERS
 from common.data.preferences import columns_of, encode_pairs, open_preferences
 from common.data.sample_writing import corpus_facts
-from common.data.source_types import Corpus, Row, Source
+from common.data.source_types import Corpus, Row, Source, name_and_columns
 from common.data.token_store import TokenStore, TokenWriter
 from common.data.tokenizer import no_more_threads, tokenizer_identity
 from common.data.too_long import describe_losses, is_left_out
@@ -167,7 +167,7 @@ class RewardPairs(TokenStore):
     def describe(self) -> str:
         """Returns the description of the pairs for the run summary."""
         meta = self.meta
-        line = f"{meta['name']} ({', '.join(meta['columns'])}): {len(self):,} pairs, a prompt with an answer "
+        line = f"{name_and_columns(meta)}: {len(self):,} pairs, a prompt with an answer "
         line += f"{meta['tokens'] / len(self) / 2:,.0f} tokens on average, at most {meta['max_length']}"
         return f"\n{'':12}".join([line + meta["losses"], *meta["notes"]])
 

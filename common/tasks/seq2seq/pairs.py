@@ -17,7 +17,7 @@ from common.data.cache import cached
 from common.data.column_checks import unused_columns
 from common.data.empty_rows import no_row_left, text_batches
 from common.data.python_functions import derived_corpus, find_docstring, first_line
-from common.data.source_types import Corpus, Source
+from common.data.source_types import Corpus, Source, name_and_columns
 from common.data.sources import check_columns, open_source
 from common.data.token_store import TokenStore, TokenWriter
 from common.data.tokenizer import no_more_threads, tokenizer_identity
@@ -180,7 +180,7 @@ class Pairs(TokenStore):
     def describe(self) -> str:
         """Returns the description of the pairs for the run summary."""
         meta = self.meta
-        line = f"{meta['name']} ({' to '.join(meta['columns'])}): {len(self):,} pairs of "
+        line = f"{name_and_columns(meta)}: {len(self):,} pairs of "
         line += f"{meta['sources'] / len(self):,.0f} and {meta['targets'] / len(self):,.1f} tokens on average"
         line += f"; {self.num_target_tokens:,} targets"
         for name, length in zip(NAMES, meta["lengths"], strict=True):
