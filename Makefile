@@ -25,6 +25,9 @@ MALLOC := glibc.malloc.mmap_max=0:glibc.malloc.trim_threshold=2000000000:glibc.m
 train: $(INSTALLED)
 	@test -f recipes/$(RECIPE).py || { echo "error: there is no recipes/$(RECIPE).py; RECIPE is one of" \
 	  $(patsubst recipes/%.py,%,$(wildcard recipes/*.py)) >&2; exit 2; }
+	@test -z "$(CONFIG)" || test -f accelerate_configs/$(CONFIG).yaml || { \
+	  echo "error: there is no accelerate_configs/$(CONFIG).yaml; CONFIG is one of" \
+	  $(patsubst accelerate_configs/%.yaml,%,$(wildcard accelerate_configs/*.yaml)) >&2; exit 2; }
 	GLIBC_TUNABLES=$${GLIBC_TUNABLES:-$(MALLOC)} $(BIN)/accelerate launch $(if $(CONFIG),--config_file accelerate_configs/$(CONFIG).yaml,\
 	  $(shell $(BIN)/python -m common.parallel.precision_choice $(RECIPE))) recipes/$(RECIPE).py $(ARGS)
 

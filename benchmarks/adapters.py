@@ -17,6 +17,7 @@ import time
 from importlib.metadata import version
 from pathlib import Path
 
+from flags import output_dir, positive
 from machine import describe_machine, device_name
 from throughput import ON_GPU, begin, describe_row, num_threads, run_arm, this_command
 from throughput_data import ROOT, prepare, settings_of
@@ -82,9 +83,9 @@ def page(results):
 def main():
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--precisions", nargs="+", choices=("float32", "bf16"), default=["float32", "bf16"])
-    parser.add_argument("--rounds", type=int, default=2, help="each runs both arms of every kind once (default: 2)")
+    parser.add_argument("--rounds", type=positive, default=2, help="of both arms of every kind (default: 2)")
     parser.add_argument("--quick", action="store_true", help="seconds, with toy models: shows that it runs, no more")
-    parser.add_argument("--output_dir", type=Path, default=ROOT / "benchmarks/results")
+    parser.add_argument("--output_dir", type=output_dir, default=ROOT / "benchmarks/results")
     args = parser.parse_args()
     args.micro_batch_tokens, args.tuned_tokens = None, 0
     with tempfile.TemporaryDirectory() as temporary:
@@ -92,7 +93,6 @@ def main():
         results = {"machine": describe_machine(), "threads": num_threads(), "date": time.strftime("%Y-%m-%d")}
         results |= {"versions": versions() | {"trl": version("trl")}, "command": this_command(), "runs": []}
         measure(args, work, results)
-    args.output_dir.mkdir(parents=True, exist_ok=True)
     data = args.output_dir / f"adapters-{device_name()}.json"
     data.write_text(json.dumps(results, indent=1) + "\n")
     data.with_suffix(".md").write_text(page(results))

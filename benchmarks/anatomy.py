@@ -35,6 +35,7 @@ sys.path.insert(1, str(ROOT))
 
 from common import arguments  # isort: skip  # noqa: F401  # before torch
 import torch
+from flags import output_dir
 from machine import describe_machine
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
@@ -323,7 +324,7 @@ def main():
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--recipe", default="lm", choices=("lm", "classify", "seq2seq", "vision", "moe"))
     parser.add_argument("--arms", nargs="+", default=list(ARMS), choices=list(ARMS))
-    parser.add_argument("--output_dir", type=Path, default=ROOT / "benchmarks/results")
+    parser.add_argument("--output_dir", type=output_dir, default=ROOT / "benchmarks/results")
     args, flags = parser.parse_known_args()
     flags = flags or (DEFAULTS if args.recipe == "lm" else [])
     from common.report.tracking import versions
@@ -340,7 +341,6 @@ def main():
         "versions": ", ".join(f"{name} {found[name]}" for name in ("torch", "accelerate", "transformers")),
         "arms": arms,
     }
-    args.output_dir.mkdir(parents=True, exist_ok=True)
     path = args.output_dir / "anatomy-cpu.json"
     path.write_text(json.dumps(results) + "\n")
     path.with_suffix(".md").write_text(page(results))

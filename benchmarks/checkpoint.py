@@ -34,6 +34,7 @@ from pathlib import Path
 import torch
 import torch.distributed.checkpoint as dcp
 from accelerate import Accelerator
+from flags import output_dir, positive
 from machine import describe_machine
 from torch.distributed.checkpoint.state_dict import get_state_dict
 from transformers import LlamaConfig, LlamaForCausalLM
@@ -183,13 +184,13 @@ def summarize(runs):
 
 def main():
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--rounds", type=int, default=2)
+    parser.add_argument("--rounds", type=positive, default=2)
     parser.add_argument("--saves", type=int, default=5, help="in each round")
     parser.add_argument("--sequences", type=int, default=2, help="of an update, of 256 tokens each")
     parser.add_argument("--layers", type=int, default=6)
     parser.add_argument("--kinds", nargs="+", default=KINDS, choices=KINDS)
     parser.add_argument("--directory", type=Path, default=tempfile.gettempdir(), help="on the disk to measure")
-    parser.add_argument("--output_dir", type=Path, default=ROOT / "benchmarks/results")
+    parser.add_argument("--output_dir", type=output_dir, default=ROOT / "benchmarks/results")
     parser.add_argument("--alone", action="store_true", help="one kind in this process, as JSON (it starts itself so)")
     options = parser.parse_args()
     if options.alone:
@@ -219,7 +220,6 @@ def main():
         "median, 95 % interval": summarize(runs),
     }
     print(json.dumps(report, indent=1))
-    options.output_dir.mkdir(parents=True, exist_ok=True)
     path = options.output_dir / f"checkpoint-{facts['machine'].rpartition(', ')[2]}.json"
     saves = {
         kind: [{"before any save": run["before any save"]} | save for run in runs[kind] for save in run["saves"]]

@@ -22,6 +22,7 @@ ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(1, str(ROOT))
 
 import torch
+from flags import output_file, positive
 from machine import describe_machine
 from transformers import LlamaForCausalLM
 
@@ -68,9 +69,9 @@ def measure(size, precision, rounds):
 def main():
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--sizes", nargs="+", default=["tiny", "small", "medium"], choices=MODEL_CONFIGS)
-    parser.add_argument("--rounds", type=int, default=11)
+    parser.add_argument("--rounds", type=positive, default=11)
     parser.add_argument("--one", nargs=2, metavar=("SIZE", "PRECISION"), help="prints this case, measured here")
-    parser.add_argument("--output", type=Path, default=ROOT / "benchmarks/results/compile-cpu.json")
+    parser.add_argument("--output", type=output_file, default=ROOT / "benchmarks/results/compile-cpu.json")
     args = parser.parse_args()
     if args.one:
         print(json.dumps(measure(*args.one, args.rounds)))

@@ -25,6 +25,7 @@ from pathlib import Path
 from statistics import median
 
 import psutil
+from flags import positive
 
 ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))
@@ -149,7 +150,7 @@ def main():
     parser.add_argument("--kinds", nargs="+", choices=("jsonl", "txt"), default=["jsonl"])
     parser.add_argument("--arms", nargs="+", choices=ARMS, default=ARMS)
     parser.add_argument("--rows", type=int, default=10_000_000)
-    parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--rounds", type=positive, default=3)
     parser.add_argument("--directory", default=tempfile.gettempdir(), help="for the files")
     parser.add_argument("--child", nargs=2, help=argparse.SUPPRESS)
     args = parser.parse_args()

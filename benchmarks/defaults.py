@@ -22,6 +22,7 @@ from typing import NamedTuple
 ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))
 
+from flags import output_dir
 from machine import describe_machine
 
 from common.report.tracking import versions  # noqa: E402
@@ -230,7 +231,7 @@ def page(results):
 
 def main():
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--output_dir", type=Path, default=ROOT / "benchmarks/results")
+    parser.add_argument("--output_dir", type=output_dir, default=ROOT / "benchmarks/results")
     parser.add_argument("--work_dir", type=Path, default=ROOT / "runs/defaults", help="the runs, done ones are kept")
     parser.add_argument("--quick", action="store_true", help="two runs of two updates, to see that all works")
     args = parser.parse_args()

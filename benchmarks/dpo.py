@@ -35,6 +35,7 @@ from pathlib import Path
 import torch
 import transformers
 from datasets import Dataset
+from flags import output_dir, positive
 from machine import describe_machine
 from peers import Recorder, trainer_settings
 from throughput import begin, launch, num_threads, this_command
@@ -195,12 +196,12 @@ def page(results: dict) -> str:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--rounds", type=int, default=2, help="each runs every arm once (default: 2)")
+    parser.add_argument("--rounds", type=positive, default=2, help="each runs every arm once (default: 2)")
     parser.add_argument("--updates", type=int, default=6, help="of a run (default: 6)")
     parser.add_argument("--quick", action="store_true", help="a toy model, one round of three updates")
     parser.add_argument("--peer", choices=ARMS[1:], help=argparse.SUPPRESS)
     parser.add_argument("--work_dir", type=Path, help=argparse.SUPPRESS)
-    parser.add_argument("--output_dir", type=Path, default=ROOT / "benchmarks/results")
+    parser.add_argument("--output_dir", type=output_dir, default=ROOT / "benchmarks/results")
     args = parser.parse_args()
     if args.peer:
         train_peer(args.peer, args.work_dir)
@@ -217,7 +218,6 @@ def main() -> None:
     facts = {"date": time.strftime("%Y-%m-%d"), "machine": describe_machine(), "threads": num_threads()}
     facts |= {"versions": versions() | {"trl": version("trl")}, "command": this_command(), "size": size}
     facts |= {"rounds": rounds, "tokens": tokens, "runs": runs, "loads": loads}
-    args.output_dir.mkdir(parents=True, exist_ok=True)
     (args.output_dir / "dpo-cpu.json").write_text(json.dumps(facts, indent=1) + "\n")
     (args.output_dir / "dpo-cpu.md").write_text(page(facts))
     print(page(facts))

@@ -26,6 +26,7 @@ from pathlib import Path
 
 import numpy as np
 import torch
+from flags import output_file, positive
 from machine import describe_machine
 from transformers import AutoModel, BertConfig
 
@@ -181,12 +182,12 @@ def main():
         "--largest_uncached", type=int, default=512, help="largest batch of the loss that is not cached"
     )
     parser.add_argument("--updates", type=int, default=3)
-    parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--rounds", type=positive, default=3)
     parser.add_argument("--fine_tuned", nargs="+", type=int, default=[32, 256, 2048], help="global batches of MiniLM")
     parser.add_argument("--pairs", type=int, default=12288, help="pairs that fine-tuning reads")
     parser.add_argument("--arm", choices=ARMS, help=argparse.SUPPRESS)
     parser.add_argument("--work_dir", type=Path, default=ROOT / "runs/embed")
-    parser.add_argument("--output", type=Path, default=ROOT / "benchmarks/results/embed-cpu.json")
+    parser.add_argument("--output", type=output_file, default=ROOT / "benchmarks/results/embed-cpu.json")
     args = parser.parse_args()
     args.work_dir = args.work_dir.resolve()
     args.work_dir.mkdir(parents=True, exist_ok=True)

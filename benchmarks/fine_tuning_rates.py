@@ -24,6 +24,7 @@ from typing import NamedTuple
 ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))
 
+from flags import output_dir
 from machine import describe_machine
 
 from common.report.tracking import versions  # noqa: E402
@@ -154,7 +155,7 @@ def page(results):
 
 def main():
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--output_dir", type=Path, default=ROOT / "benchmarks/results")
+    parser.add_argument("--output_dir", type=output_dir, default=ROOT / "benchmarks/results")
     parser.add_argument("--work_dir", type=Path, default=ROOT / "runs/fine_tuning_rates")
     parser.add_argument("--encoder", type=Path, help=f"directory of an encoder (default: that of {PACKAGE})")
     parser.add_argument("--updates", type=int, default=60)

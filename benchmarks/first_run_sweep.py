@@ -18,6 +18,7 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(1, str(ROOT))
 
+from flags import output_file
 from machine import describe_machine
 
 from common.report import tracking
@@ -51,7 +52,7 @@ def main():
     parser.add_argument("--arms", nargs="+", default=list(ARMS), choices=ARMS)
     parser.add_argument("--threads", type=int, help="of each run (default: those of accelerate launch)")
     parser.add_argument("--work_dir", type=Path, default=ROOT / "runs/first_run")
-    parser.add_argument("--output", type=Path, default=ROOT / "benchmarks/results/first-run-sweep-cpu.json")
+    parser.add_argument("--output", type=output_file, default=ROOT / "benchmarks/results/first-run-sweep-cpu.json")
     args = parser.parse_args()
     launch = [Path(sys.executable).parent / "accelerate", "launch"]
     launch += ["--num_cpu_threads_per_process", args.threads] if args.threads else []

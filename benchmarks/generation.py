@@ -34,6 +34,7 @@ from common import arguments  # noqa: E402, F401, I001  # before torch
 import numpy as np  # noqa: E402
 import torch  # noqa: E402
 from accelerate import Accelerator  # noqa: E402
+from flags import output_file, positive  # noqa: E402
 from machine import describe_machine  # noqa: E402
 from transformers import AutoModelForCausalLM, AutoModelForSeq2SeqLM  # noqa: E402
 
@@ -151,9 +152,9 @@ def answer_arms(size):
 
 def main():
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--rounds", type=positive, default=3)
     parser.add_argument("--sizes", nargs="+", default=["tiny", "small"])
-    parser.add_argument("--output_file", type=Path, default=ROOT / "benchmarks/results/generation-cpu.json")
+    parser.add_argument("--output_file", type=output_file, default=ROOT / "benchmarks/results/generation-cpu.json")
     options, command = parser.parse_args(), shlex.join(["python", "benchmarks/generation.py", *sys.argv[1:]])
     torch.set_num_threads(1)
     rows = {}

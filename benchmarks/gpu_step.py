@@ -26,6 +26,7 @@ from unittest import mock
 
 import torch
 import torch.nn.functional as F
+from flags import output_dir
 from machine import describe_machine, device_name
 from throughput import this_command
 from torch.nn.attention import SDPBackend, sdpa_kernel
@@ -179,7 +180,7 @@ def first_call(step):
 def main():
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--quick", action="store_true", help="toy sizes: shows that it runs, no more")
-    parser.add_argument("--output_dir", type=Path, default=ROOT / "benchmarks/results")
+    parser.add_argument("--output_dir", type=output_dir, default=ROOT / "benchmarks/results")
     args = parser.parse_args()
     if DEVICE == "cpu" and not args.quick:
         parser.error("torch sees no GPU; --quick runs toy sizes on a CPU")
@@ -188,7 +189,6 @@ def main():
     for name, value in measure(TOY if args.quick else LLAMA, args.quick):
         results["figures"][name] = value
         print(name, json.dumps(value), flush=True)
-    args.output_dir.mkdir(parents=True, exist_ok=True)
     path = args.output_dir / f"gpu-step-{device_name()}.json"
     path.write_text(json.dumps(results, indent=1) + "\n")
     print(path)

@@ -22,6 +22,7 @@ from pathlib import Path
 
 import psutil
 import torch
+from flags import output_dir
 from machine import describe_machine
 from transformers import AutoModelForCausalLM, LlamaConfig
 
@@ -168,7 +169,7 @@ def main():
     parser.add_argument("--most_gib", type=float, default=12, help="skip what would take more memory")
     parser.add_argument("--most_seconds", type=float, default=120, help="skip what would take longer")
     parser.add_argument("--note", default="", help="on the state of the machine, for the results")
-    parser.add_argument("--output_dir", type=Path, default=ROOT / "benchmarks/results")
+    parser.add_argument("--output_dir", type=output_dir, default=ROOT / "benchmarks/results")
     args = parser.parse_args()
     most_bytes = min(args.most_gib * 2**30, 0.7 * psutil.virtual_memory().available)
     runs = []

@@ -21,6 +21,7 @@ from statistics import median
 ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(1, str(ROOT))
 
+from flags import output_dir, positive
 from machine import describe_machine
 from throughput import launch
 from throughput_data import rows_of
@@ -72,9 +73,9 @@ def main():
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--sizes", nargs="+", choices=UPDATES, default=list(UPDATES))
     parser.add_argument("--precisions", nargs="+", choices=("float32", "bf16"), default=["float32", "bf16"])
-    parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--rounds", type=positive, default=3)
     parser.add_argument("--num_updates", type=int, help="of a run (default: 3 to 40, by size)")
-    parser.add_argument("--output_dir", type=Path, default=ROOT / "benchmarks/results")
+    parser.add_argument("--output_dir", type=output_dir, default=ROOT / "benchmarks/results")
     args = parser.parse_args()
     with tempfile.TemporaryDirectory() as directory:
         os.environ["XDG_CACHE_HOME"] = directory  # for the tokens
@@ -83,7 +84,6 @@ def main():
         rows = measure_rows(args, Path(directory))
     facts = {"date": time.strftime("%Y-%m-%d"), "machine": describe_machine(), "versions": tracking.versions()}
     facts |= {"libc": "-".join(platform.libc_ver()), "tunables": SETTINGS["kept"]}
-    args.output_dir.mkdir(parents=True, exist_ok=True)
     path = args.output_dir / "malloc-cpu.json"
     path.write_text(json.dumps(facts | {"kept / default": rows}, indent=1) + "\n")
     print(path.name)

@@ -23,6 +23,7 @@ sys.path.insert(1, str(ROOT))
 
 from common import arguments  # isort: skip  # noqa: F401  # before torch
 import torch
+from flags import output_file, positive
 from machine import describe_machine
 
 from benchmarks.compile import build
@@ -111,8 +112,8 @@ def measure(size, precision, rounds):
 def main():
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--sizes", nargs="+", default=["medium"], choices=MODEL_CONFIGS)
-    parser.add_argument("--rounds", type=int, default=5)
-    parser.add_argument("--output", type=Path, default=ROOT / "benchmarks/results/matmul-share-cpu.json")
+    parser.add_argument("--rounds", type=positive, default=5)
+    parser.add_argument("--output", type=output_file, default=ROOT / "benchmarks/results/matmul-share-cpu.json")
     args = parser.parse_args()
     rows = []
     for size in args.sizes:

@@ -19,6 +19,7 @@ from pathlib import Path
 
 import torch
 from accelerate import Accelerator
+from flags import output_file, positive
 from machine import describe_machine
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
@@ -59,8 +60,8 @@ def time_global_batch(accelerator, model, router, batch):
 def main():
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("runs", nargs="+", type=Path, help="output directories of recipes/moe.py, the dense one last")
-    parser.add_argument("--rounds", type=int, default=7)
-    parser.add_argument("--output", type=Path, default=ROOT / "benchmarks/results/moe-cpu.json")
+    parser.add_argument("--rounds", type=positive, default=7)
+    parser.add_argument("--output", type=output_file, default=ROOT / "benchmarks/results/moe-cpu.json")
     args = parser.parse_args()
     torch.set_num_threads(1)
     accelerator = Accelerator(cpu=True)

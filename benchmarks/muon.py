@@ -19,6 +19,7 @@ import time
 from pathlib import Path
 
 import torch
+from flags import output_file, positive
 from machine import describe_machine
 from transformers import AutoModelForCausalLM, LlamaConfig
 
@@ -111,9 +112,9 @@ def main():
     parser.add_argument("--seeds", nargs="+", type=int, default=[0, 1, 2])
     parser.add_argument("--rates", nargs="+", type=float, default=[1], help="factors on the default rate")
     parser.add_argument("--updates", type=int, default=100)
-    parser.add_argument("--rounds", type=int, default=4, help="timed steps")
+    parser.add_argument("--rounds", type=positive, default=4, help="timed steps")
     parser.add_argument("--work_dir", type=Path, default=ROOT / "runs/muon")
-    parser.add_argument("--output", type=Path, default=ROOT / "benchmarks/results/muon-cpu.json")
+    parser.add_argument("--output", type=output_file, default=ROOT / "benchmarks/results/muon-cpu.json")
     args = parser.parse_args()
     torch.set_num_threads(1)
     cases = list(itertools.product(args.sizes, OPTIMIZERS, args.rates, args.seeds))

@@ -29,6 +29,7 @@ sys.path.insert(1, str(ROOT))
 
 import numpy as np  # noqa: E402
 import torch  # noqa: E402
+from flags import positive  # noqa: E402
 from machine import describe_machine  # noqa: E402
 from transformers import AttentionInterface, AutoModelForCausalLM, LlamaConfig  # noqa: E402
 
@@ -186,7 +187,7 @@ def main():
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--quick", action="store_true", help="small, and write nothing")
     parser.add_argument("--examples", type=int, default=48, help="examples of an update (default: 48)")
-    parser.add_argument("--rounds", type=int, default=2, help="measured rounds (default: 2)")
+    parser.add_argument("--rounds", type=positive, default=2, help="measured rounds (default: 2)")
     parser.add_argument("--micro_batch_tokens", type=int, default=2048, help="tokens per micro-batch (default: 2048)")
     args = parser.parse_args()
     torch.set_num_threads(1)

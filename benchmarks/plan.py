@@ -33,6 +33,7 @@ sys.path.insert(1, str(ROOT))
 
 from common import arguments  # isort: skip  # noqa: F401  # before torch
 import torch
+from flags import output_dir
 from machine import describe_machine
 from tqdm import tqdm
 
@@ -299,7 +300,7 @@ def main():
         return
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--only", nargs="+", default=[], help="cases with one of these in their names; run again")
-    parser.add_argument("--output_dir", type=Path, default=ROOT / "benchmarks/results")
+    parser.add_argument("--output_dir", type=output_dir, default=ROOT / "benchmarks/results")
     parser.add_argument("--work_dir", type=Path, default=Path(tempfile.gettempdir()) / "plan-benchmark")
     args = parser.parse_args()
     args.work_dir.mkdir(parents=True, exist_ok=True)

@@ -31,6 +31,7 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(1, str(ROOT))
 
+from flags import output_dir
 from memory_limit import cgroups_can_be_made, run_limited
 from tqdm import tqdm
 
@@ -191,7 +192,7 @@ def main():
         return
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--only", nargs="+", default=[], help="pairs of these names, or with such a word; run again")
-    parser.add_argument("--output_dir", type=Path, default=ROOT / "benchmarks/results")
+    parser.add_argument("--output_dir", type=output_dir, default=ROOT / "benchmarks/results")
     parser.add_argument("--work_dir", type=Path, default=Path(tempfile.gettempdir()) / "plan-limits-benchmark")
     args = parser.parse_args()
     signal.signal(signal.SIGTERM, lambda *_: sys.exit("error: ended"))  # what it limits ends with it

@@ -29,6 +29,7 @@ import numpy as np
 ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(1, str(ROOT))
 
+from flags import output_dir
 from machine import describe_machine
 
 from common.report.tracking import versions
@@ -208,7 +209,7 @@ def main():
     parser.add_argument("--processes", type=int, default=0, help="measure recipes/lm.py too, on so many (default: 0)")
     parser.add_argument("--model_config", default="small", help="the recipe's (default: small)")
     parser.add_argument("--num_updates", type=int, default=9)
-    parser.add_argument("--output_dir", type=Path, default=ROOT / "benchmarks/results")
+    parser.add_argument("--output_dir", type=output_dir, default=ROOT / "benchmarks/results")
     options = parser.parse_args()
     rows = [("lognormal", world, attention) for attention in (math.inf, ATTENTION_LENGTH) for world in WORLDS]
     rows += [
@@ -225,7 +226,6 @@ def main():
     }
     if options.processes:
         report["run"] = measure_run(options.processes, options.model_config, options.num_updates)
-    options.output_dir.mkdir(parents=True, exist_ok=True)
     (options.output_dir / "plan-of-a-batch.json").write_text(json.dumps(report, indent=1) + "\n")
     (options.output_dir / "plan-of-a-batch.md").write_text(page(report))
     print(page(report))

@@ -20,6 +20,7 @@ from datetime import date
 from pathlib import Path
 from statistics import median
 
+from flags import output_dir, positive
 from machine import describe_machine
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -110,10 +111,10 @@ def main():
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parts = ("imports", "dry_run", "update", "evaluation")
     parser.add_argument("--parts", nargs="+", choices=parts, default=parts)
-    parser.add_argument("--rounds", type=int, default=1)
+    parser.add_argument("--rounds", type=positive, default=1)
     parser.add_argument("--before", metavar="DIR", help="an older checkout to measure beside this one")
     parser.add_argument("--fresh", action="store_true", help="forget the runs that the file holds")
-    parser.add_argument("--output_dir", type=Path, default=ROOT / "benchmarks/results")
+    parser.add_argument("--output_dir", type=output_dir, default=ROOT / "benchmarks/results")
     args = parser.parse_args()
     path = args.output_dir / "start-cpu.json"
     before = {} if args.fresh or not path.exists() else json.loads(path.read_text())

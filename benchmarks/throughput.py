@@ -62,6 +62,7 @@ from importlib.metadata import version
 from pathlib import Path
 
 import torch
+from flags import not_negative, output_dir
 from machine import describe_machine, device_name, num_cores
 from throughput_data import DATA, MODELS, ROOT, SEED, data_flags, prepare, settings_of
 from throughput_page import ARMS, WHOLE_RUN, draw, headline, targets_table, write_page
@@ -81,7 +82,7 @@ def parse_arguments():
     parser.add_argument("--sizes", nargs="+", choices=("small", "medium", "1b", "8b"), default=["small"])
     about = "of all arms (default: the config's)"
     parser.add_argument("--precisions", nargs="+", choices=("float32", "bf16"), help=about)
-    parser.add_argument("--rounds", type=int, default=2, help="each runs every arm once (default: 2)")
+    parser.add_argument("--rounds", type=not_negative, default=2, help="each runs every arm once (default: 2)")
     parser.add_argument("--measured", type=int, help="updates of a run that are measured (default: by data)")
     about = "the recipe's (default: as it chooses itself)"
     parser.add_argument("--micro_batch_tokens", type=int, help=about)
@@ -90,7 +91,7 @@ def parse_arguments():
     parser.add_argument("--quick", action="store_true", help="toy models, a minute or two: shows that it runs")
     parser.add_argument("--merge", action="store_true", help="keep what the result file holds, and add to it")
     parser.add_argument("--work_dir", type=Path, help="keep models and data here, and take them from here")
-    parser.add_argument("--output_dir", type=Path, default=ROOT / "benchmarks/results")
+    parser.add_argument("--output_dir", type=output_dir, default=ROOT / "benchmarks/results")
     args = parser.parse_args()
     args.command = this_command()
     if "recipe" not in args.arms:
@@ -244,7 +245,6 @@ def main():
                 sys.exit(f"error: {data} was measured with another {', '.join(different)}; leave out --merge")
         if args.rounds:
             results["commands"].append(f"{time.strftime('%Y-%m-%d')}: {args.command}")
-        args.output_dir.mkdir(parents=True, exist_ok=True)
         failed = []
         if args.rounds or args.work_dir:
             failed = measure(args, work, results, lambda: data.write_text(json.dumps(results, indent=1) + "\n"))

@@ -30,6 +30,7 @@ from pathlib import Path
 
 import torch
 from accelerate import Accelerator
+from flags import output_dir
 from machine import describe_machine, device_name
 from torch.optim.optimizer import register_optimizer_step_post_hook
 from torch.profiler import ProfilerActivity, profile, record_function
@@ -215,7 +216,7 @@ def main():
     parser.add_argument("--precisions", nargs="+", choices=DTYPES, default=list(DTYPES))
     parser.add_argument("--size", choices=("small", "quick"), default="small", help="quick: a toy, shows that it runs")
     parser.add_argument("--work_dir", type=Path, help="keeps model and data here (default: a temporary folder)")
-    parser.add_argument("--output_dir", type=Path, default=ROOT / "benchmarks/results")
+    parser.add_argument("--output_dir", type=output_dir, default=ROOT / "benchmarks/results")
     parser.add_argument("--job", help=argparse.SUPPRESS)  # this command starts itself again, inside the launcher
     args = parser.parse_args()
     if args.job:
@@ -245,7 +246,6 @@ def main():
         "versions": versions(),
         "command": f".venv/bin/python benchmarks/where_time_goes.py --label {args.label}",
     }
-    args.output_dir.mkdir(parents=True, exist_ok=True)
     path.write_text(json.dumps(results, indent=1) + "\n")
     draw(results, path.with_suffix(".png"))
     print(path.with_suffix(".png"))

@@ -50,13 +50,13 @@ def choose_kernels(run: Any, model: Any, train_set: Samples) -> dict[str, str]:
         args.compile = False
         return {}
     if is_auto and args.dry_run:  # which must be fast
-        return {"compiled": "nothing in this dry run; a run compiles the layers, in the first update"}
+        return {"compiled": "nothing in this dry run; a run compiles the layers, for each new shape of a micro-batch"}
     keep_code()
     longest = None if is_longest.all() or lengths.ndim > 1 else int(lengths.max())
     compilation.compile_layers(model.base_model, not is_uniform, longest)
     if hasattr(model, "generate"):  # a cache grows with each token, so that each would compile the layers again
         model.generate = torch.compiler.set_stance("force_eager")(model.generate)
-    return {"compiled": "the layers, in the first update; their code is kept on disk for later runs"}
+    return {"compiled": "the layers, for each new shape of a micro-batch; their code is kept on disk for later runs"}
 
 
 def keep_code() -> None:

@@ -126,7 +126,8 @@ def main():
     tokenizer, config, train_set, held_out = load_data(args)
     run.begin(config, tokenizer, train_set, held_out, *losses.FLAGS)
     model = build_base(args, config)
-    loss_description = sum_token_losses(model, keeps_own_loss=False)  # model(...) now calls `loss_of(token_losses)`
+    head = sum_token_losses(model, keeps_own_loss=False)  # model(...) now calls `loss_of(token_losses)`
+    loss_description = f"{losses.describe_loss(args)}; {head}"
     optimizer = make_optimizer(args.optimizer, model, args.learning_rate, args.weight_decay)
     collate = partial(collate_samples, pad_token_id=tokenizer.pad_token_id, objective=losses.objective_of(args))
     describe_use(model, config, tokenizer, train_set.end_tokens)

@@ -99,6 +99,16 @@ def test_after_a_slow_first_update_the_second_is_printed(first, others, printed,
         assert shown[0].endswith(" 2:46:30 left") and shown[1].endswith(" 33:16 left")
 
 
+def test_the_time_left_forgets_the_first_half_of_the_updates(clock, capsys):
+    """Several of the first may compile. The rest, evaluations between them included, decides."""
+    lines = progress.LogLines(0, 100)
+    for done in range(1, 11):
+        clock[0] += 30.0 if done < 5 else 3.0
+        lines.update(done, 10, "tokens", record(2.0))
+    lines.close()
+    assert capsys.readouterr().err.splitlines()[-1].endswith(" 04:30 left")  # 90 updates of 3 s
+
+
 def test_a_run_that_ends_early_prints_its_last_update(clock, capsys):
     """As one that is stopped; the time left is that of the updates so far."""
     lines = progress.LogLines(0, 100)

@@ -3,6 +3,7 @@
 import os
 import sys
 import time
+from array import array
 from collections.abc import Generator
 from contextlib import suppress
 from pathlib import Path
@@ -35,19 +36,21 @@ class LogLines:
 
     def __init__(self, num_done: int, num_updates: int):
         self.total, self.printed, self.line = num_updates, num_done, ""
-        self.num_tokens = self.seconds = self.printed_at = self.began = self.first_seconds = 0.0
-        self.first: int | None = None  # first update of this start, completed at `began`
+        self.num_tokens = self.seconds = self.printed_at = self.first_seconds = 0.0
+        self.completed = array("d")  # times at which updates of this start were completed
 
     def update(self, done: int, num_tokens: float, unit: str, record: dict[str, Any], epoch: str = "") -> None:
         """Shows an update. record: its entries in metrics.jsonl. unit: unit of `num_tokens`. epoch: the epoch, as text.
 
-        Throughput is measured since the last line. The estimate of the time left includes evaluations and saves.
+        Throughput is measured since the last line. The estimate of the time left includes evaluations and saves. It is
+        measured over the last half of the updates, because the first ones may compile.
         """
-        now, is_first = time.perf_counter(), self.first is None
-        if self.first is None:
-            self.first, self.began, self.first_seconds = done, now, record["seconds"]
+        now, half = time.perf_counter(), len(self.completed) // 2
+        self.first_seconds = self.first_seconds or record["seconds"]
         self.num_tokens, self.seconds = self.num_tokens + num_tokens, self.seconds + record["seconds"]
-        pace = record["seconds"] if is_first else (now - self.began) / (done - self.first)
+        num_timed = len(self.completed) - half
+        pace = (now - self.completed[half]) / num_timed if num_timed else record["seconds"]
+        self.completed.append(now)
         rate = f"learning rate {record['learning_rate']:.3g}, " if "learning_rate" in record else ""
         skipped = f"{record['skipped_updates']} skipped, " if record["skipped_updates"] else ""
         self.line = (
@@ -58,8 +61,9 @@ class LogLines:
         )
         waited = now - self.printed_at
         is_far = 100 * (done - self.printed) >= self.total or waited >= self.SILENCE
-        first_was_slow = done == self.first + 1 and self.first_seconds >= max(self.SECONDS, 2 * record["seconds"])
-        if is_first or first_was_slow or done == self.total or (waited >= self.SECONDS and is_far):
+        is_second = len(self.completed) == 2
+        first_was_slow = is_second and self.first_seconds >= max(self.SECONDS, 2 * record["seconds"])
+        if len(self.completed) == 1 or first_was_slow or done == self.total or (waited >= self.SECONDS and is_far):
             self.printed, self.printed_at = done, now
             self.close()
 

@@ -101,10 +101,11 @@ def print_run(
     if stages is not None:  # this process holds a single stage
         total, trainable = stages.num_parameters
     steps = len(first.micro_batches)
-    batch = f"{args.global_batch_size} samples = {args.micro_batch_size} per micro-batch x {steps} accumulated x "
+    number = f"{args.global_batch_size} sample{'s' * (args.global_batch_size > 1)}"
+    batch = f"{number} = {args.micro_batch_size} per micro-batch x {steps} accumulated x "
     if args.global_batch_size != (args.micro_batch_size or 0) * steps * grid.data_parallel:
         limit = f"{args.micro_batch_size} texts" if args.micro_batch_size else f"{args.micro_batch_tokens} tokens"
-        batch = f"{args.global_batch_size} samples; micro-batches of up to {limit} per process, accumulated as needed; "
+        batch = f"{number}; micro-batches of up to {limit} per process, accumulated as needed; "
     grid_lines = {}
     if grid.data_parallel < world:
         from common.report.grid import describe_grid
@@ -148,7 +149,7 @@ def _describe_length(args: Arguments, train: GlobalBatches) -> tuple[str, float]
     """Returns the number of epochs of a run as text, and the average number of targets per update."""
     samples: Any = train.samples
     if train.mixing is None:
-        epochs = f"{args.num_updates / len(train):.2f} epochs; {len(train):,} updates per epoch"
+        epochs = f"{args.num_updates / len(train):.2f} epochs; {len(train):,} update{'s' * (len(train) > 1)} per epoch"
         return f"{args.num_updates:,} ({epochs})", samples.num_target_tokens / len(train)
     return samples.describe_length(args.num_updates, train.global_batch_size)
 
@@ -191,8 +192,10 @@ def print_results(results: dict[str, Any], output_dir: Path, model_class: str, i
     if is_again:
         printed.append("\nnothing was left to train; the training metrics are those of the finished run")
     if results["tokens_per_second"]:
+        # Images have no padding.
+        padding = f" without padding (padding {results['padding_share']:.1%}, " if results["unit"] == "tokens" else " ("
         printed.append(
-            f"\n{totals.describe(results, len(run['commands']))} (padding {results['padding_share']:.1%}, "
+            f"\n{totals.describe(results, len(run['commands']))}{padding}"
             f"load imbalance {results['work_difference']:.1%}, data-loading time {results['waiting_for_data']:.1%})"
         )
         printed += [line] if (line := totals.describe_pauses(results)) else []

@@ -194,6 +194,12 @@ def objective_of(args: argparse.Namespace) -> Objective:
     return Objective(args.loss, options, args.cpo_alpha if args.loss == "cpo" else 1.0)
 
 
+def describe_loss(args: argparse.Namespace) -> str:
+    """Returns the loss and those of its options that have an effect, for the run summary."""
+    options = [f"{name} {getattr(args, name):g}" for name in ("beta", *LOSSES[args.loss].flags)]
+    return f"{args.loss}, {', '.join(options)}"
+
+
 def sum_answers(losses: Tensor, places: Tensor) -> Tensor:
     """Returns the log-probabilities of answers, (R,).
 

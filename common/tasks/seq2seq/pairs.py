@@ -181,7 +181,7 @@ class Pairs(TokenStore):
         """Returns the description of the pairs for the run summary."""
         meta = self.meta
         line = f"{name_and_columns(meta)}: {len(self):,} pairs of "
-        line += f"{meta['sources'] / len(self):,.0f} and {meta['targets'] / len(self):,.1f} tokens on average"
+        line += f"{meta['sources'] / len(self):,.1f} and {meta['targets'] / len(self):,.1f} tokens on average"
         line += f"; {self.num_target_tokens:,} targets"
         for name, length in zip(NAMES, meta["lengths"], strict=True):
             if meta[f"{name}s_cut"]:
