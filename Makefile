@@ -17,7 +17,7 @@ RECIPE ?= lm
 # By default, recipes/lm.py trains for about two minutes on two cores, with the best of benchmarks/first_run_sweep.py.
 ARGS ?= $(if $(CONFIG)$(filter-out lm,$(RECIPE)),,--optimizer muon --num_updates 950)
 TESTS ?= tests
-# On a CPU with glibc, memory that is freed is used again; other systems ignore it: see docs/speed.md.
+# On a CPU with glibc, memory that is freed is used again; other systems ignore it: see docs/cpu.md.
 MALLOC := glibc.malloc.mmap_max=0:glibc.malloc.trim_threshold=2000000000:glibc.malloc.tcache_count=0:glibc.malloc.mxfast=0
 
 .PHONY: train quick test bench bench-techniques gpu style lock clean

@@ -199,9 +199,10 @@ def explain_samples(
             remedy = "lower it, or --sequence_length,"
         elif dropped := getattr(train, "num_dropped", 0):
             remedy = f"lower it, raise --sequence_length ({dropped} rows have no target within it),"
+        samples = f"{len(train)} sample{'s' * (len(train) > 1)}"
         yield (
-            f"the training data make {len(train)} samples, fewer than --global_batch_size {args.global_batch_size}; "
-            f"{remedy} or give more data"
+            f"the training data has {samples}, fewer than --global_batch_size {args.global_batch_size}; "
+            f"{remedy} or pass more data"
         )
     if too_long:
         parts = f" in {num_parts} parts" if num_parts > 1 else ""

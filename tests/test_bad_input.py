@@ -2,6 +2,7 @@
 
 import argparse
 import functools
+import gzip
 import importlib
 import json
 import re
@@ -16,7 +17,7 @@ from transformers import AutoModelForSeq2SeqLM, AutoTokenizer, BertConfig
 
 from common.data.hub import held_out_splits, load_split
 from common.data.source_types import Source
-from common.data.sources import check_sources
+from common.data.sources import check_sources, choose_columns, open_source
 from common.data.tokenizer import load_tokenizer
 from common.errors import UserError
 from common.models.load import load_config
@@ -211,6 +212,11 @@ def test_folders_that_are_no_data_say_what_is_wrong(tmp_path):
     with pytest.raises(UserError, match="0.png, .*1.png, .*2.png and 6 more: unknown extension") as error:
         check_sources(Source(files=(f"{tmp_path}/*",)))
     assert len(str(error.value).splitlines()) == 1
+    (tmp_path / "texts").mkdir()
+    for name, files in {"a.txt": "txt", "b.md": "txt", "a.jsonl.gz": "jsonl.gz"}.items():  # the first of a known type
+        (tmp_path / "texts" / name).write_bytes(b"x")
+        with pytest.raises(UserError, match=rf"texts/\*\.{files}\), or --dataset_name"):
+            check_sources(Source(files=(str(tmp_path / "texts"),)))
     (tmp_path / "broken").mkdir()
     (tmp_path / "broken/train.jsonl").write_text('{"a": \n')
     with pytest.raises(UserError, match="broken: .* cannot be read .*JSON.*; fix or replace"):
@@ -243,6 +249,25 @@ def test_a_column_that_is_not_there_is_told_with_its_flag(name, column, tmp_path
     module, args = parsed(name, monkeypatch, "--train_file", rows, f"--{column}", "foo")
     with pytest.raises(UserError, match=rf"no column foo; .*\({COLUMN_FLAGS[name, column]}\)"):
         module.load_data(args)
+
+
+@pytest.mark.parametrize("columns", [("text",), ("prompt", "completion"), ("messages",)])
+@pytest.mark.parametrize("extension", [".jsonl", ".jsonl.gz", ".csv"])
+def test_a_wrong_column_of_a_later_file_is_named_before_the_first_is_read(columns, extension, tmp_path):
+    paths = [str(tmp_path / f"{name}{extension}") for name in "abc"]
+    for path in paths:
+        names = ["other"] if path == paths[2] else columns
+        row = json.dumps(dict.fromkeys(names, "x"))
+        if extension == ".csv":
+            row = f"{','.join(names)}\n{','.join('x' for _ in names)}"
+        open_file = gzip.open if extension.endswith(".gz") else open
+        with open_file(path, "wt") as file:
+            file.write(f"{row}\n")
+    source = Source(files=tuple(paths))
+    with pytest.raises(UserError, match=rf"c{extension}: no column {', '.join(columns)}; there are: other"):
+        choose_columns(open_source(source), source, None)
+    source = Source(files=tuple(paths[:2]))  # the control
+    assert choose_columns(open_source(source), source, None)[1] == columns
 
 
 COLUMNS_TWICE = {

@@ -385,7 +385,7 @@ def test_malloc_uses_a_freed_block_again(setting):
 def test_the_settings_of_malloc_are_those_that_were_measured():
     """On the page, in `make train` and in the results."""
     settings = f"GLIBC_TUNABLES={malloc.SETTINGS['kept']}"
-    assert f"export {settings}\n" in (ROOT / "docs/speed.md").read_text()
+    assert f"export {settings}\n" in (ROOT / "docs/cpu.md").read_text()
     assert json.loads((ROOT / "benchmarks/results/malloc-cpu.json").read_text())["tunables"] in settings
     command = run(["make", "-n", "-f", ROOT / "Makefile", "train", f"VENV={BIN.parent}"], GLIBC_TUNABLES="").stdout
     assert f"GLIBC_TUNABLES=${{GLIBC_TUNABLES:-{malloc.SETTINGS['kept']}}} " in command

@@ -79,7 +79,7 @@ def test_an_error_of_a_row_has_its_line(tokenizer, tmp_path, cache, large):
         tokenize(source_of(tmp_path / "a.jsonl", rows), tokenizer, 30, None, cache)
 
 
-@pytest.mark.parametrize("name", ["a.jsonl", "a.txt"])
+@pytest.mark.parametrize("name", ["a.jsonl", "a.txt", "a.csv"])
 @pytest.mark.parametrize("whole_files", [True, False])
 def test_the_sizes_of_the_rows_are_that_of_the_file(tmp_path, name, whole_files):
     lines = [json.dumps({"text": text, "other": [1, "ü"]}, ensure_ascii=False) for text in MANY]
@@ -88,9 +88,13 @@ def test_the_sizes_of_the_rows_are_that_of_the_file(tmp_path, name, whole_files)
     if name == "a.txt":
         (tmp_path / name).write_text("".join(f"ü {number}\r\n" for number in range(80_000)), newline="")
         source = Source(files=(str(tmp_path / name),))
+    header = "ü,text\n" if name == "a.csv" else ""
+    if header:
+        (tmp_path / name).write_text(header + "".join(f'ü,"{number}\n"\n' for number in range(800)))
+        source = Source(files=(str(tmp_path / name),))
     corpus = open_source(source)
     sizes = [row.num_bytes for row in corpus.rows(("text",), whole_files)]
-    assert sum(sizes) == corpus.num_bytes == (tmp_path / name).stat().st_size and len(sizes) > 1
+    assert sum(sizes) + len(header.encode()) == corpus.num_bytes == (tmp_path / name).stat().st_size and len(sizes) > 1
     unknown = open_source(Source(embedded="validation"))
     assert unknown.num_bytes == 0
 

@@ -129,7 +129,7 @@ def test_a_killed_run_reports_all_its_starts(runs):
     again = read_metrics(out / "killed")
     saves = [line["saving_seconds"] for line in [*lines, *again[6:]] if "saving_seconds" in line]
     assert len(saves) == 2 and sum(saves) < results["saving_seconds"]  # after updates 3 and 6; and 8
-    assert re.search(r"trained in \d+ s \(2 starts; \d+ s for 2 repeated updates\), ", printed)
+    assert re.search(r"trained in [\d.]+ s \(2 starts; [\d.]+ s for 2 repeated updates\), ", printed)
     card = (out / "killed/model/README.md").read_text()
     assert f"| seconds of training, over all starts | {results['training_seconds']:,.6g} |" in card
 

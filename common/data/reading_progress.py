@@ -23,6 +23,7 @@ def with_progress(
     options: dict[str, Any] = {"total": min(corpus.num_bytes, limit) or None, "unit": "B", "unit_scale": True}
     if not sys.stderr.isatty():
         options |= {"file": _Lines(), "delay": LOG_SECONDS, "mininterval": LOG_SECONDS, "ncols": 0, "leave": False}
+        options["maxinterval"] = 2 * LOG_SECONDS  # tqdm refreshes a bar after this time, by default after 10 s
     with tqdm(desc=f"{doing} {corpus.name}", **options) as bar:
         for row in rows:
             yield row

@@ -29,7 +29,10 @@ def _file_problem(path: str) -> str | None:
     """Returns the reason why a file cannot be read, or None."""
     extension, compression = file_type(path)
     if Path(path).is_dir():
-        return f"is a directory; pass its files ({path}/*.txt), or --dataset_name {path}"
+        names = sorted(glob.glob(f"{glob.escape(path)}/*"))
+        name = next((name for name in names if file_type(name)[0] in FILE_TYPES), "a.txt")
+        suffix = file_type(name)[0] + (Path(name).suffix if file_type(name)[1] else "")
+        return f"is a directory; pass its files ({path}/*{suffix}), or --dataset_name {path}"
     if extension not in FILE_TYPES:
         return f"unknown extension; use {' '.join(FILE_TYPES)}, also compressed ({' '.join(COMPRESSIONS)})"
     if extension == ".parquet" and compression:

@@ -3,7 +3,7 @@
 import glob
 import os
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -67,6 +67,7 @@ class Corpus:
             is not blank, or each function, is a row.
         classes: class names of each ClassLabel column of `datasets`; a row contains the name, None for a hidden label.
         num_bytes: size of the files if their rows have a `num_bytes`, otherwise 0.
+        other_columns: a function without arguments that yields (path, columns of its first row) of further files.
         unused: per unwanted column, the number of rows with a value so far; 1 or more if the column is not read.
     """
 
@@ -77,6 +78,7 @@ class Corpus:
     classes: dict[str, list[str]] = field(default_factory=dict)
     unused: Counter[str] = field(default_factory=Counter)
     num_bytes: int = 0
+    other_columns: Callable[[], Iterable[tuple[str, tuple[str, ...]]]] = tuple
 
     @property
     def may_be_large(self) -> bool:

@@ -12,6 +12,7 @@ from collections import Counter
 from collections.abc import Iterator
 from contextlib import nullcontext
 from dataclasses import replace
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -65,8 +66,14 @@ def open_source(source: Source) -> Corpus:
                         unused[column] += row.values[column] not in (None, "", [], {})
                     yield row
 
-    num_bytes = sum(map(os.path.getsize, paths)) if all(path.endswith((".jsonl", ".txt")) for path in paths) else 0
-    return Corpus(name, identity, columns, rows, classes, unused, num_bytes)
+    def other_columns() -> Iterator[tuple[str, tuple[str, ...]]]:
+        for path in paths[1:]:
+            if file_type(path)[0] in (".jsonl", ".csv", ".tsv"):
+                yield path, tuple(next(_read_file(path, source, (), True, unused, process)).values)
+
+    is_known = all(path.endswith((".jsonl", ".txt", ".csv", ".tsv")) for path in paths)
+    num_bytes = sum(map(os.path.getsize, paths)) if is_known else 0
+    return Corpus(name, identity, columns, rows, classes, unused, num_bytes, other_columns)
 
 
 def _read_file(
@@ -88,9 +95,15 @@ def _read_file(
     except Exception as error:  # the type depends on the library and on the damage
         from common.reading import as_user_error
 
-        raise as_user_error(error, f"{path}: after {row.where}" if row else path, "replace the file") from error
+        raise as_user_error(error, _location(path, row), "replace the file") from error
     if row is None:
         raise UserError(f"{path}: the file holds no row; leave it out or fill it")
+
+
+def _location(path: str, row: Row | None) -> str:
+    """Returns the location after the last row that was read, for a message."""
+    place = row.where.removeprefix(path).removeprefix(", ") if row else ""
+    return f"{path}, after {place}" if place else path
 
 
 def names_decide(source: Source, shape: str | None) -> bool:
@@ -107,6 +120,7 @@ def choose_columns(corpus: Corpus, source: Source, shape: str | None) -> tuple[s
     if names_decide(source, shape):
         for columns in (("messages",), pair):
             if set(columns) <= set(corpus.columns):
+                check_columns(corpus, columns)
                 return "examples", columns
     if source.text_column not in corpus.columns:
         from common.data.column_errors import pair_hint
@@ -116,8 +130,12 @@ def choose_columns(corpus: Corpus, source: Source, shape: str | None) -> tuple[s
 
 
 def check_columns(corpus: Corpus, wanted: tuple[str, ...], flags: str = "") -> None:
-    """Raises UserError, one line that names the `flags` to set, if a required column is missing or has two uses."""
-    if len(set(wanted) & set(corpus.columns)) < len(wanted):
-        from common.data.column_errors import wrong_columns
+    """Raises UserError, one line that names the `flags` to set, if a required column is missing or has two uses.
 
-        raise UserError(wrong_columns(corpus.name, wanted, corpus.columns, flags))
+    Reads the first row of each file, because a wrong file may follow others that take minutes to read.
+    """
+    for name, columns in chain([(corpus.name, corpus.columns)], corpus.other_columns()):
+        if len(set(wanted) & set(columns)) < len(wanted):
+            from common.data.column_errors import wrong_columns
+
+            raise UserError(wrong_columns(name, wanted, columns, flags))

@@ -19,7 +19,7 @@ def read_csv(path: str, delimiter: str, max_row_bytes: int) -> Iterator[Row]:
         """Yields the lines; a row can have several lines in quotes, and quotes may be unclosed."""
         nonlocal size
         for line in decode(path, max_row_bytes):
-            size += len(line)
+            size += len(line.encode())
             if size > max_row_bytes:
                 where = f"{path}, in the row after line {reader.line_num}"
                 raise UserError(f"{too_large(where, max_row_bytes)} (or check the quotes)")
@@ -31,14 +31,14 @@ def read_csv(path: str, delimiter: str, max_row_bytes: int) -> Iterator[Row]:
         check_header(path, names)
         size = 0
         for values in reader:
-            size = 0
+            num_bytes, size = size, 0
             where = f"{path}, line {reader.line_num}"
             if None in values or None in values.values():
                 between = "commas" if delimiter == "," else "tabs"
                 raise UserError(
                     f"{where}: the row does not have {len(names)} fields like the header; check {between} and quotes"
                 )
-            yield Row(where, values)
+            yield Row(where, values, num_bytes=num_bytes)
     except csv.Error as error:
         where = f"{path}, in the row after line {reader.line_num}"
         fix = CR if "new-line character" in str(error) else "check the quotes"
