@@ -12,6 +12,12 @@ def as_user_error(error: Exception, location: object, fix: str) -> UserError:
     return error if isinstance(error, UserError) else UserError(text)
 
 
+def location_after(path: str, row: str | None) -> str:
+    """Returns the location after the last row of a file that was read, for a message. row: the location of that row."""
+    place = row.removeprefix(path).removeprefix(", ") if row else ""
+    return f"{path}, after {place}" if place else path
+
+
 @contextmanager
 def reading(location: object, fix: str = "fix or remove the row") -> Iterator[None]:
     """Context manager for malformed input: any error inside becomes a UserError with the location and the fix."""

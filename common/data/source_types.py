@@ -88,8 +88,7 @@ class Corpus:
 
 def name_and_columns(meta: dict[str, Any]) -> str:
     """Returns the name and the columns of preprocessed data, for the run summary."""
-    columns = meta["columns"]
-    return f"{meta['name']}, column{'s' * (len(columns) > 1)} {', '.join(columns)}"
+    return f"{meta['name']}, column{'s' * (len(meta['columns']) > 1)} {', '.join(meta['columns'])}"
 
 
 def file_type(path: str) -> tuple[str, str | None]:

@@ -20,6 +20,7 @@ from common.data.source_types import FILE_TYPES, Corpus, Row, Source, expand, fi
 from common.errors import UserError, raise_errors
 
 PAIR = ("prompt", "completion")
+TABLES = (".jsonl", ".csv", ".tsv")
 
 
 def check_sources(*sources: Source | None) -> None:
@@ -56,7 +57,9 @@ def open_source(source: Source) -> Corpus:
 
         opened = open_files(paths, source)
     process, columns, classes = opened
-    columns = columns or tuple(next(_read_file(paths[0], source, (), True, unused, process)).values)
+
+    def columns_of(path: str) -> tuple[str, tuple[str, ...]]:
+        return path, tuple(next(_read_file(path, source, (), True, unused, process)).values)
 
     def rows(wanted: tuple[str, ...], whole_files: bool) -> Iterator[Row]:
         with process:
@@ -66,14 +69,9 @@ def open_source(source: Source) -> Corpus:
                         unused[column] += row.values[column] not in (None, "", [], {})
                     yield row
 
-    def other_columns() -> Iterator[tuple[str, tuple[str, ...]]]:
-        for path in paths[1:]:
-            if file_type(path)[0] in (".jsonl", ".csv", ".tsv"):
-                yield path, tuple(next(_read_file(path, source, (), True, unused, process)).values)
-
-    is_known = all(path.endswith((".jsonl", ".txt", ".csv", ".tsv")) for path in paths)
-    num_bytes = sum(map(os.path.getsize, paths)) if is_known else 0
-    return Corpus(name, identity, columns, rows, classes, unused, num_bytes, other_columns)
+    num_bytes = sum(map(os.path.getsize, paths)) if all(path.endswith((*TABLES, ".txt")) for path in paths) else 0
+    others, columns = [path for path in paths[1:] if file_type(path)[0] in TABLES], columns or columns_of(paths[0])[1]
+    return Corpus(name, identity, columns, rows, classes, unused, num_bytes, lambda: map(columns_of, others))
 
 
 def _read_file(
@@ -93,17 +91,11 @@ def _read_file(
         for row in reader:
             yield row
     except Exception as error:  # the type depends on the library and on the damage
-        from common.reading import as_user_error
+        from common.reading import as_user_error, location_after
 
-        raise as_user_error(error, _location(path, row), "replace the file") from error
+        raise as_user_error(error, location_after(path, row and row.where), "replace the file") from error
     if row is None:
         raise UserError(f"{path}: the file holds no row; leave it out or fill it")
-
-
-def _location(path: str, row: Row | None) -> str:
-    """Returns the location after the last row that was read, for a message."""
-    place = row.where.removeprefix(path).removeprefix(", ") if row else ""
-    return f"{path}, after {place}" if place else path
 
 
 def names_decide(source: Source, shape: str | None) -> bool:
@@ -122,20 +114,14 @@ def choose_columns(corpus: Corpus, source: Source, shape: str | None) -> tuple[s
             if set(columns) <= set(corpus.columns):
                 check_columns(corpus, columns)
                 return "examples", columns
-    if source.text_column not in corpus.columns:
-        from common.data.column_errors import pair_hint
-
-        check_columns(corpus, (source.text_column,), f"--text_column{pair_hint(corpus.columns)}")
+    check_columns(corpus, (source.text_column,), "--text_column{hint}")
     return shape or "blocks", (source.text_column,)
 
 
 def check_columns(corpus: Corpus, wanted: tuple[str, ...], flags: str = "") -> None:
-    """Raises UserError, one line that names the `flags` to set, if a required column is missing or has two uses.
-
-    Reads the first row of each file, because a wrong file may follow others that take minutes to read.
-    """
+    """Raises UserError, which names the `flags`: a file's first row lacks a required column, or one has two uses."""
     for name, columns in chain([(corpus.name, corpus.columns)], corpus.other_columns()):
         if len(set(wanted) & set(columns)) < len(wanted):
-            from common.data.column_errors import wrong_columns
+            from common.data.column_errors import pair_hint, wrong_columns
 
-            raise UserError(wrong_columns(name, wanted, columns, flags))
+            raise UserError(wrong_columns(name, wanted, columns, flags.replace("{hint}", pair_hint(columns))))

@@ -119,11 +119,9 @@ class Samples(TokenStore):
     def describe(self) -> str:
         """Returns the description of the samples for the run summary."""
         meta = self.meta
-        plural = "s" * (len(self) > 1)
-        unit = f"example{plural} of {self.num_tokens / len(self):,.0f} tokens on average, at most {self.max_length}"
+        unit = f"examples of {self.num_tokens / len(self):,.0f} tokens on average, at most {self.max_length}"
         if self.is_stream:
-            documents = f"{meta['documents']:,} document{'s' * (meta['documents'] > 1)}"
-            unit = f"block{plural} of {self.sequence_length} tokens from {documents}{self.note}"
+            unit = f"blocks of {self.sequence_length} tokens from {meta['documents']:,} documents{self.note}"
         line = f"{name_and_columns(meta)}: {len(self):,} {unit}; "
         line += f"{self.num_target_tokens:,} targets, {meta['bytes']:,} bytes of text{meta['losses']}"
         return f"\n{'':12}".join([line, *meta["notes"]])

@@ -61,9 +61,8 @@ class LogLines:
         )
         waited = now - self.printed_at
         is_far = 100 * (done - self.printed) >= self.total or waited >= self.SILENCE
-        is_second = len(self.completed) == 2
-        first_was_slow = is_second and self.first_seconds >= max(self.SECONDS, 2 * record["seconds"])
-        if len(self.completed) == 1 or first_was_slow or done == self.total or (waited >= self.SECONDS and is_far):
+        first_was_slow = (half, num_timed) == (0, 1) and self.first_seconds >= max(self.SECONDS, 2 * record["seconds"])
+        if num_timed == 0 or first_was_slow or done == self.total or (waited >= self.SECONDS and is_far):
             self.printed, self.printed_at = done, now
             self.close()
 

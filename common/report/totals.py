@@ -71,16 +71,12 @@ def describe(results: dict[str, Any], num_starts: int) -> str:
     """Returns training time and throughput as text, and the updates that the time covers if these are not all."""
     parts = [f"{num_starts} starts"] if num_starts > 1 else []
     if repeated := results.get("repeated_updates"):
-        updates = f"{repeated:,} repeated update{'s' * (repeated > 1)}"
-        parts.append(f"{_describe_seconds(results['repeated_seconds'])} for {updates}")
+        parts.append(f"{results['repeated_seconds']:.0f} s for {repeated:,} repeated update{'s' * (repeated > 1)}")
     if (timed := results.get("timed_updates", results["updates"])) < results["updates"]:
         parts.append(f"{timed:,} of {results['updates']:,} updates: an older version did not save the time of the rest")
-    text = f"trained in {_describe_seconds(results['training_seconds'])}" + (f" ({'; '.join(parts)})" if parts else "")
+    seconds, more = results["training_seconds"], f" ({'; '.join(parts)})" if parts else ""
+    text = f"trained in {seconds:.{int(seconds < 10)}f} s{more}"
     return f"{text}, {results['tokens_per_second']:,.0f} {results['unit']}/s"
-
-
-def _describe_seconds(seconds: float) -> str:
-    return f"{seconds:.0f} s" if seconds >= 10 else f"{seconds:.1f} s"
 
 
 def describe_pauses(results: dict[str, Any]) -> str | None:

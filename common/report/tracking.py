@@ -173,12 +173,11 @@ def record_results(results: dict[str, Any], output_dir: Path, model_class: str, 
 
 def describe_failure(results: dict[str, Any]) -> str | None:
     """Returns a message if at least the last half of a run's updates was skipped as non-finite; otherwise None."""
-    updates, at_end = results["updates"], results.get("skipped_at_end", 0)
-    if not updates or 2 * at_end < updates or (results.get("best") or {}).get("is_model"):
+    if not results["skipped_updates"]:
         return None
-    is_none = updates == results["skipped_updates"]
-    what = "no update was made" if is_none else f"the last {at_end:,} of {updates:,} updates were skipped"
-    return f"{what}: loss or gradient was not finite; lower --learning_rate, or check the data and the model's weights"
+    from common.report import skipped_updates
+
+    return skipped_updates.describe_failure(results)
 
 
 def print_results(results: dict[str, Any], output_dir: Path, model_class: str, is_again: bool, *lines: str) -> None:
@@ -192,7 +191,6 @@ def print_results(results: dict[str, Any], output_dir: Path, model_class: str, i
     if is_again:
         printed.append("\nnothing was left to train; the training metrics are those of the finished run")
     if results["tokens_per_second"]:
-        # Images have no padding.
         padding = f" without padding (padding {results['padding_share']:.1%}, " if results["unit"] == "tokens" else " ("
         printed.append(
             f"\n{totals.describe(results, len(run['commands']))}{padding}"
