@@ -270,6 +270,16 @@ def test_a_wrong_column_of_a_later_file_is_named_before_the_first_is_read(column
     assert choose_columns(open_source(source), source, None)[1] == columns
 
 
+def test_a_damaged_archive_is_named_with_its_last_whole_row(tmp_path):
+    rows = write_jsonl(tmp_path / "rows.jsonl", [{"text": f"row {hash(str(number))}"} for number in range(20_000)])
+    packed = tmp_path / "rows.jsonl.gz"
+    packed.write_bytes(gzip.compress(rows.read_bytes())[:-20_000])
+    corpus = open_source(Source(files=(str(packed),)))
+    with pytest.raises(UserError) as error:
+        list(corpus.rows(("text",), False))
+    assert re.match(rf"{packed}, after line \d+: cannot be used \(EOFError: .*\); replace the file$", str(error.value))
+
+
 COLUMNS_TWICE = {
     "classify": ("text", "--pair_column"),
     "embed": ("anchor", "--positive_column"),

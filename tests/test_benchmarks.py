@@ -1,5 +1,6 @@
 """The benchmark's command runs, and its page holds what it measured."""
 
+import argparse
 import copy
 import importlib.util
 import json
@@ -15,6 +16,7 @@ from conftest import BIN, ROOT, base_env, quick_python, run, without
 sys.path.append(str(ROOT / "benchmarks"))
 
 import anatomy
+import flags
 import malloc
 import throughput_page
 import where_time_goes
@@ -405,6 +407,28 @@ def test_make_gpu_in_an_existing_environment_installs_nothing_and_runs_every_par
 def test_make_refuses_an_environment_without_its_programs(tmp_path):
     result = run(["make", "gpu", f"VENV={tmp_path}"])
     assert result.returncode == 2 and f"{tmp_path}/bin does not contain both python and accelerate" in result.stderr
+
+
+@pytest.mark.parametrize(("variable", "directory"), [("RECIPE", "recipes"), ("CONFIG", "accelerate_configs")])
+def test_make_train_names_the_recipes_and_configs(variable, directory):
+    result = run(["make", "train", f"{variable}=lmm", f"VENV={BIN.parent}"])
+    names = " ".join(sorted(path.stem for path in (ROOT / directory).iterdir() if path.suffix in (".py", ".yaml")))
+    assert result.returncode == 2 and not result.stdout
+    assert re.search(
+        rf"^error: there is no {directory}/lmm\.(py|yaml); {variable} is one of {names}$", result.stderr, re.M
+    )
+
+
+def test_the_flags_of_benchmarks_are_checked_before_anything_is_measured(tmp_path):
+    assert [flags.positive("3"), flags.not_negative("0")] == [3, 0]
+    for check, text in ((flags.positive, "0"), (flags.positive, "-1"), (flags.not_negative, "-1")):
+        with pytest.raises(argparse.ArgumentTypeError, match=f"'{text}' is not an integer"):
+            check(text)
+    assert flags.output_dir(str(tmp_path / "a/b")).is_dir()
+    assert flags.output_file(str(tmp_path / "c/d.json")).parent.is_dir()
+    (tmp_path / "file").touch()
+    with pytest.raises(argparse.ArgumentTypeError, match="cannot be created"):
+        flags.output_dir(str(tmp_path / "file"))
 
 
 def test_arms_that_need_a_missing_package_are_skipped_by_name(tmp_path):

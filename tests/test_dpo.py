@@ -258,6 +258,7 @@ def test_the_reference_is_the_base_is_kept_and_is_the_same_when_it_is_gone(files
     given = [*flags(files, model_dir, "--save_every", 2, "--keep_last", 9, "--beta", BETA), "--output_dir"]
     env = {"script": "recipes/dpo.py", "XDG_CACHE_HOME": tmp_path / "cache"}
     printed = launch(*given, tmp_path / "run", **env).stdout
+    assert "      loss  sigmoid, beta 0.1; chunked linear cross-entropy\n" in printed
     assert "reference: log-probabilities of 22 training pairs" in printed and "of 9 held-out pairs" in printed
     load = partial(AutoModelForCausalLM.from_pretrained, dtype=torch.float32)
     found = results_of(tmp_path / "run")

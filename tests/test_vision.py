@@ -7,6 +7,7 @@ import itertools
 import json
 import math
 import random
+import re
 import shutil
 import weakref
 from collections import Counter
@@ -161,6 +162,7 @@ def test_the_figures_are_those_of_the_saved_model(data, tmp_path):
     assert results["validation_loss"] == pytest.approx(loss, rel=1e-5)
     assert results["accuracy"] == accuracy
     assert f"held-out accuracy {accuracy:.2%} of 21 images; always 'one': 33.33%" in printed
+    assert re.search(r"trained in [\d.]+ s, [\d,]+ images/s \(load imbalance", printed)  # images have no padding
     assert Image.open(out / "confusion.png").width > 100
     assert "confusion" not in results
 
