@@ -184,8 +184,8 @@ class Pairs(TokenStore):
         line += f"{meta['sources'] / len(self):,.1f} and {meta['targets'] / len(self):,.1f} tokens on average"
         line += f"; {self.num_target_tokens:,} targets"
         for name, length in zip(NAMES, meta["lengths"], strict=True):
-            if meta[f"{name}s_cut"]:
-                line += f"; {meta[f'{name}s_cut']:,} {name}s truncated at {length}"
+            if number := meta[f"{name}s_cut"]:
+                line += f"; {number:,} {name}{'s' * (number > 1)} truncated at {length}"
         line += f"; {meta['too_long']:,} pairs of more tokens left out" if meta["too_long"] else ""
         line += f"; {meta['empty']:,} pairs with an empty text left out" if meta["empty"] else ""
         return line + (f"\n{'':12}{meta['unused']}" if meta["unused"] else "")
