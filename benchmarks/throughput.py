@@ -4,7 +4,7 @@
     make bench ARGS="--data functions blocks classify seq2seq vision --precisions float32 bf16 --rounds 6"     all rows
     .venv/bin/python benchmarks/throughput.py --sizes medium --arms recipe plain --merge     adds to earlier results
     .venv/bin/python benchmarks/throughput.py --rounds 0 --merge                             draws the page again
-    .venv/bin/python benchmarks/throughput.py --quick --arms recipe plain --output_dir runs/bench      about a minute
+    .venv/bin/python benchmarks/throughput.py --quick --arms recipe plain --output_dir runs/bench      about two minutes
 
 All arms have in common: the initial weights and the tokenizer; the targets; the samples of every update and their
 order, drawn by the recipe's own rule and written to a file for the peers (with two exceptions, see below); AdamW
@@ -88,7 +88,7 @@ def parse_arguments():
     parser.add_argument("--micro_batch_tokens", type=int, help=about)
     about = "micro-batch of the tuned loop, with padding (default: 1024, the fastest of 1024 to 4096; on a GPU 16384)"
     parser.add_argument("--tuned_tokens", type=int, default=16384 if ON_GPU else 1024, help=about)
-    parser.add_argument("--quick", action="store_true", help="toy models, a minute or two: shows that it runs")
+    parser.add_argument("--quick", action="store_true", help="toy models, some minutes: shows that it runs")
     parser.add_argument("--merge", action="store_true", help="keep what the result file holds, and add to it")
     parser.add_argument("--work_dir", type=Path, help="keep models and data here, and take them from here")
     parser.add_argument("--output_dir", type=output_dir, default=ROOT / "benchmarks/results")
