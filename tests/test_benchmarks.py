@@ -411,7 +411,7 @@ def test_make_refuses_an_environment_without_its_programs(tmp_path):
 
 @pytest.mark.parametrize(("variable", "directory"), [("RECIPE", "recipes"), ("CONFIG", "accelerate_configs")])
 def test_make_train_names_the_recipes_and_configs(variable, directory):
-    result = run(["make", "train", f"{variable}=lmm", f"VENV={BIN.parent}"])
+    result = run(["make", "--no-print-directory", "train", f"{variable}=lmm", f"VENV={BIN.parent}"])
     names = " ".join(sorted(path.stem for path in (ROOT / directory).iterdir() if path.suffix in (".py", ".yaml")))
     assert result.returncode == 2 and not result.stdout
     assert re.search(

@@ -77,7 +77,7 @@ KINDS = {
     "sources": (
         lambda source, tokenizer, cache: tokenize_pairs(source, ("source", "target"), tokenizer, LENGTH, 8, cache),
         *({"source": "a", "target": "b"}, {"source": LONG, "target": "b"}, {"source": "a", "target": LONG}),
-        "; 1 sources truncated at 32; 1 targets truncated at 8",
+        "; 1 source truncated at 32; 1 target truncated at 8",
         *("; 2 pairs of more tokens left out", r"line 2: source has \d+ tokens, more than --sequence_length 32; "),
     ),
     "labels": (
