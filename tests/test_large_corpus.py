@@ -1,12 +1,15 @@
 """A large corpus is encoded in threads, with the tokens of a small one, and its progress has a time left."""
 
 import copy
+import gzip
 import io
 import json
 import re
 import sys
 
 import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
 import pytest
 from conftest import TEXTS, source_of
 
@@ -97,6 +100,29 @@ def test_the_sizes_of_the_rows_are_that_of_the_file(tmp_path, name, whole_files)
     assert sum(sizes) + len(header.encode()) == corpus.num_bytes == (tmp_path / name).stat().st_size and len(sizes) > 1
     unknown = open_source(Source(embedded="validation"))
     assert unknown.num_bytes == 0
+
+
+@pytest.mark.parametrize("name", ["a.json", "b.json", "a.parquet", "a.jsonl.gz"])
+def test_the_sizes_of_the_rows_of_other_files(tmp_path, name):
+    """Of an array all but the brackets and what separates the rows; of Parquet the rows' share of the compressed file.
+
+    The size of a compressed file says nothing about its rows.
+    """
+    rows, path = [{"text": text} for text in MANY], tmp_path / name
+    if name == "a.parquet":
+        pq.write_table(pa.table({"text": MANY, "other": MANY}), path, row_group_size=100, compression="zstd")
+    elif name == "a.jsonl.gz":
+        path.write_bytes(gzip.compress("\n".join(map(json.dumps, rows)).encode()))
+    else:
+        path.write_text(json.dumps(rows, ensure_ascii=name == "a.json"))
+    corpus = open_source(Source(files=(str(path),)))
+    sizes = [row.num_bytes for row in corpus.rows(("text",), True)]
+    assert len(sizes) == len(rows)
+    if name == "a.jsonl.gz":
+        assert corpus.num_bytes == 0
+        return
+    assert corpus.num_bytes == path.stat().st_size
+    assert sum(sizes) + (2 * len(rows) if name != "a.parquet" else 0) == corpus.num_bytes
 
 
 class Stream(io.StringIO):

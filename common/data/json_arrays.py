@@ -27,7 +27,8 @@ def read_json(path: str, max_row_bytes: int) -> Iterator[Row]:
         where = f"{path}, item {number}"
         if not is_empty:
             text.next_character(where)
-            yield Row(where, check_object(text.value(where), where))
+            values, num_bytes = text.value(where)
+            yield Row(where, check_object(values, where), num_bytes=num_bytes)
         end = text.next_character(where)
         text.at += 1
         if end == "]":
@@ -55,15 +56,15 @@ class _Text:
             if end < len(self.text) or not self._read_more():
                 return self.text[end : end + 1]
 
-    def value(self, where: str) -> Any:
-        """Returns the next value; raises UserError if it is malformed or too large."""
+    def value(self, where: str) -> tuple[Any, int]:
+        """Returns the next value and its bytes in the file; raises UserError if it is malformed or too large."""
         while True:
             try:
                 value, end = JSON.raw_decode(self.text, self.at)
                 if end - self.at > self.most:
                     raise UserError(too_large(where, self.most))
-                self.at = end
-                return value
+                num_bytes, self.at = len(self.text[self.at : end].encode()), end
+                return value, num_bytes
             except (ValueError, RecursionError) as error:
                 is_cut = isinstance(error, JSONDecodeError) and (
                     error.msg.startswith("Unterminated string") or error.pos >= len(self.text) - NEAR_END

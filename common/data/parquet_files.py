@@ -1,6 +1,7 @@
 """Reads the rows of Parquet files, which a `limited_process` decodes: a small file can contain gigabytes."""
 
 import itertools
+import os
 from collections import Counter
 from collections.abc import Iterator
 from typing import Any
@@ -39,15 +40,17 @@ def open_files(paths: list[str], source: Source) -> tuple[LimitedProcess, tuple[
 def read_parquet(path: str, wanted: tuple[str, ...], unused: Counter[str], process: LimitedProcess) -> Iterator[Row]:
     """Yields the rows of a .parquet file; `unused` gets a count of 1 for each column that is not read."""
     answers = _ask(process, path, wanted)
-    names, classes, _ = next(answers)
+    names, classes, num_rows = next(answers)
     check_header(path, names)
     unused.update(dict.fromkeys(set(names) - set(wanted), 1))
     if not set(names) & set(wanted):
         from common.data.column_errors import missing_column
 
         raise UserError(missing_column(path, list(wanted), names))
+    size = os.path.getsize(path)
     for number, values in enumerate(itertools.chain.from_iterable(answers), 1):
-        yield with_class_names(f"{path}, row {number}", _without_types(values), classes)
+        row = with_class_names(f"{path}, row {number}", _without_types(values), classes)
+        yield row._replace(num_bytes=size * number // num_rows - size * (number - 1) // num_rows)
 
 
 def _ask(process: LimitedProcess, path: str, columns: tuple[str, ...] | None) -> Iterator[Any]:

@@ -27,7 +27,8 @@ def with_progress(
     with tqdm(desc=f"{doing} {corpus.name}", **options) as bar:
         for row in rows:
             yield row
-            bar.update(row.num_bytes or sum(len(str(value)) for value in row.values.values()))
+            size = row.num_bytes
+            bar.update(sum(len(str(value)) for value in row.values.values()) if size is None else size)
 
 
 class _Lines(io.StringIO):

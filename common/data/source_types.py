@@ -52,7 +52,7 @@ class Row(NamedTuple):
     where: str
     values: dict[str, Any]
     continues: bool = False  # the document continues in the next row
-    num_bytes: int = 0  # size of the row in its file; 0: not known
+    num_bytes: int | None = None  # size of the row in its file; None: not known
 
 
 @dataclass(frozen=True)

@@ -69,7 +69,7 @@ def open_source(source: Source) -> Corpus:
                         unused[column] += row.values[column] not in (None, "", [], {})
                     yield row
 
-    num_bytes = sum(map(os.path.getsize, paths)) if all(path.endswith((*TABLES, ".txt")) for path in paths) else 0
+    num_bytes = sum(map(os.path.getsize, paths)) if all(path.endswith(FILE_TYPES) for path in paths) else 0
     others, columns = [path for path in paths[1:] if file_type(path)[0] in TABLES], columns or columns_of(paths[0])[1]
     return Corpus(name, identity, columns, rows, classes, unused, num_bytes, lambda: map(columns_of, others))
 
