@@ -39,6 +39,14 @@ def caches(tmp_path_factory):
     os.environ["HF_HUB_OFFLINE"] = "1"
 
 
+@pytest.fixture(scope="session", autouse=True)
+def one_thread():
+    """Tests run in several processes: if each had more threads, these would spend most of the time waiting."""
+    import torch
+
+    torch.set_num_threads(1)
+
+
 @pytest.fixture(autouse=True)
 def environment():
     """A test leaves the environment as it found it: another test of the same process would read what it set.

@@ -204,14 +204,6 @@ VARIANTS = ("ernie-usual", "ernie-dense", "upcycled", "olmoe", "gru")  # float32
 COMPILED = ("llama", "bert", "vit")
 
 
-@pytest.fixture(scope="module", autouse=True)
-def one_thread():
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
-
-
 @pytest.fixture(scope="module")
 def own_flags(tmp_path_factory, model_dir):
     """The flags of each case, with small data."""

@@ -453,10 +453,10 @@ lm.main()
 
 
 @pytest.mark.parametrize(("threads", "left"), [(2, 1), (1, 1)])
-def test_a_dry_run_on_a_cpu_leaves_a_core_to_its_planner(threads, left, tmp_path):
+def test_a_dry_run_on_a_cpu_leaves_a_core_to_its_planner(threads, left, functions_file, tmp_path):
     """Control: the settings that it prints, and a run, have all threads."""
     (tmp_path / "recipe.py").write_text(THREADS)
-    flags = ["--model_config", "tiny", "--output_dir", tmp_path / "out"]
+    flags = ["--model_config", "tiny", "--train_file", functions_file, "--output_dir", tmp_path / "out"]
     environment = {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": str(threads)}
     command = [sys.executable, tmp_path / "recipe.py", *flags]
     printed = run([*command, "--dry_run"], cwd=ROOT, **environment).stdout
