@@ -7,7 +7,7 @@ from typing import Any
 from common.files import open_to_append, replace_text
 from common.report import trackers
 from common.report.records import to_json_line
-from common.report.terminal import TerminalBar
+from common.report.terminal_bar import TerminalBar
 
 
 def print_evaluation(progress: Any, record: dict[str, Any]) -> None:

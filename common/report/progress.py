@@ -86,7 +86,7 @@ class Progress:
         self.file = open_to_append(output_dir / "metrics.jsonl") if self.is_main else None
         self.display: Any = None
         if self.is_main and sys.stderr.isatty():
-            from common.report.terminal import TerminalBar
+            from common.report.terminal_bar import TerminalBar
 
             self.display = TerminalBar(state.update, num_updates)
         elif self.is_main and not os.environ.get("TQDM_DISABLE"):

@@ -141,12 +141,7 @@ def print_run(
         **lines,
         "output": "nothing (dry run)" if args.dry_run else args.output_dir,
     }
-    summary = "\n".join(f"{name:>10}  {text}" for name, text in block.items())
-    if sys.stdout.isatty():
-        from common.report.terminal import wrap
-
-        summary = wrap(summary)
-    accelerator.print(summary, flush=True)
+    accelerator.print("\n".join(f"{name:>10}  {text}" for name, text in block.items()), flush=True)
 
 
 def _describe_length(args: Arguments, train: GlobalBatches) -> tuple[str, float]:

@@ -1,7 +1,5 @@
-"""Output for a terminal: progress as a bar, and lines that are no wider than it."""
+"""Progress as a bar, for a terminal."""
 
-import shutil
-import textwrap
 from typing import Any
 
 from tqdm.auto import tqdm
@@ -28,10 +26,3 @@ class TerminalBar:
 
     def close(self) -> None:
         self.bar.close()
-
-
-def wrap(summary: str) -> str:
-    """Returns the lines of a run summary in the width of the terminal; a value continues in its column."""
-    wrapper = textwrap.TextWrapper(shutil.get_terminal_size().columns, subsequent_indent=" " * 12)
-    wrapper.break_long_words = wrapper.break_on_hyphens = False  # a path stays whole
-    return "\n".join(map(wrapper.fill, summary.split("\n")))
