@@ -141,6 +141,23 @@ def test_training_a_tokenizer_has_progress_too(tmp_path, monkeypatch, large, mos
     assert re.search(rf"training a tokenizer on .*a.jsonl: +\d+%.*/{size} \[", seen.getvalue()), seen.getvalue()
 
 
+@pytest.mark.parametrize("name", ["a.jsonl", "a.parquet"])
+def test_progress_ends_at_the_part_that_a_tokenizer_is_trained_on(tmp_path, monkeypatch, large, name):
+    """Also of a file that is compressed: not its bytes count then, but those of the texts."""
+    path, seen, texts = tmp_path / name, Stream(True), [f"{number} " * 30 for number in range(4000)]
+    if name == "a.parquet":
+        pq.write_table(pa.table({"text": texts}), path, compression="zstd")
+        source = Source(files=(str(path),))
+    else:
+        source = source_of(path, [{"text": text} for text in texts])
+    most = path.stat().st_size // 2
+    monkeypatch.setattr(tokenizer_training, "TOKENIZER_BYTES", most)
+    monkeypatch.setattr(sys, "stderr", seen)
+    tokenizer_training.train_bpe([(open_source(source), ("text",))], 300, ["<|endoftext|>"])
+    shares = [int(share) for share in re.findall(r" +(\d+)%", seen.getvalue())]
+    assert 95 <= shares[-1] <= 101, seen.getvalue()
+
+
 @pytest.mark.parametrize("is_terminal", [True, False])
 def test_progress_has_a_time_left(tokenizer, tmp_path, cache, monkeypatch, large, is_terminal):
     """In a log as lines, and none before LOG_SECONDS."""

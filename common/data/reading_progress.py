@@ -18,7 +18,7 @@ def with_progress(
 ) -> Iterator[Row]:
     """Yields the rows, and shows the bytes read and, for files of known size, the time left.
 
-    In a terminal it is a bar; a log gets a line every LOG_SECONDS. limit: bytes after which the caller stops.
+    In a terminal it is a bar; a log gets a line every LOG_SECONDS. limit: bytes of text after which the caller stops.
     """
     options: dict[str, Any] = {"total": min(corpus.num_bytes, limit) or None, "unit": "B", "unit_scale": True}
     if not sys.stderr.isatty():
@@ -27,7 +27,7 @@ def with_progress(
     with tqdm(desc=f"{doing} {corpus.name}", **options) as bar:
         for row in rows:
             yield row
-            size = row.num_bytes
+            size = row.num_bytes if limit >= corpus.num_bytes else None  # the limit is one of text, not of file bytes
             bar.update(sum(len(str(value)) for value in row.values.values()) if size is None else size)
 
 
