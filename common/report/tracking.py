@@ -48,6 +48,7 @@ def start_run(run: Any, config: PreTrainedConfig) -> None:
         samples, held_out = run.loader.dataset.samples, run.held_out and run.held_out.dataset.samples
         is_mixed, is_separate = hasattr(samples, "mixing"), hasattr(held_out, "mixing")
         launcher = run.launch_config.command or ["python"] * (accelerator.num_processes == 1)
+        device = accelerator.device.type
         metadata = {
             "arguments": vars(args),
             "command": sys.argv,
@@ -55,7 +56,7 @@ def start_run(run: Any, config: PreTrainedConfig) -> None:
             "world_size": accelerator.num_processes,
             "mode": current_mode(accelerator),
             "mixed_precision": accelerator.mixed_precision,
-            "device": torch.cuda.get_device_name() if accelerator.device.type == "cuda" else accelerator.device.type,
+            "device": torch.cuda.get_device_name() if device == "cuda" else device,
             "versions": versions(),
             "host": socket.gethostname(),
             "slurm_job": os.environ.get("SLURM_JOB_ID"),
@@ -186,8 +187,9 @@ def print_results(results: dict[str, Any], output_dir: Path, model_class: str, i
     """
     failure = describe_failure(results)
     record_results(results, output_dir, model_class, status=f"failed: {failure}" if failure else "finished")
-    run, again = read_run(output_dir), "\nnothing was left to train; the training metrics are those of the finished run"
-    printed = [again] * is_again
+    run, printed = read_run(output_dir), []
+    if is_again:
+        printed.append("\nnothing was left to train; the training metrics are those of the finished run")
     if results["tokens_per_second"]:
         padding = f" without padding (padding {results['padding_share']:.1%}, " if results["unit"] == "tokens" else " ("
         printed.append(
@@ -196,12 +198,15 @@ def print_results(results: dict[str, Any], output_dir: Path, model_class: str, i
         )
         printed += [line] if (line := totals.describe_pauses(results)) else []
     if skipped := results["skipped_updates"]:
-        printed += [f"skipped    {skipped:,} of {results['updates']:,} updates, whose loss or gradient was not finite"]
+        printed.append(
+            f"skipped    {skipped:,} of {results['updates']:,} updates, whose loss or gradient was not finite"
+        )
     if flops := results.get("model_flops_per_second"):
         share = results.get("share_of_rate")
         rate = f", {share:.0%} of this machine's measured matmul throughput" if share else ""
         printed.append(f"model FLOPs: {flops / 1e9:,.1f} GFLOP/s{rate}")
-    losses = best = list[str]()
+    losses: list[str] = []
+    best: list[str] = []
     if "validation_loss" in results or "best" in results:
         from common.report import final_losses
 
